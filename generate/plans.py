@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import __version__
 from specdec.command.stages import load_command
 from specdec.errors import Problems
+from specdec.files.folders import TENSORRT_LLM, TORCH
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
+from specdec.options import get_flags
 from specdec.system import logs
+from specdec.trtllm.environment import is_importable, list_gpus
 
 from .settings import DRAFTER_FOLDERS, GenerateSettings
 from .sources import describe_model, describe_tool, name_entry
@@ -55,8 +58,9 @@ class EnginePlan:
         """Describe the sources that the engine depends on, as plain values."""
         return {
             "models": [describe_model(name) for name in self.models],
-            "convert": self.convert,
-            "build": self.build,
+            "convert": list_changes("convert", self.convert),
+            "build": list_changes("build", self.build)
+            | {"backend": choose_backend(self.build["backend"])},
             "tool": describe_tool(),
         }
 
@@ -64,10 +68,29 @@ class EnginePlan:
 def plan_target(settings: GenerateSettings) -> EnginePlan:
     """Plan the engine that is run."""
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    build |= plan_drafts(settings)
+    if has_fixed_drafts(settings.backend):
+        build |= plan_drafts(settings)
     if settings.draft_model_dir is not None:
         build |= AS_IT_IS
     return EnginePlan(convert=settings.list_stage("convert"), build=build)
+
+
+def choose_backend(name: str) -> str:
+    """Return the backend that builds, which `auto` leaves to the machine."""
+    if name != "auto":
+        return name
+    return TENSORRT_LLM if is_importable("tensorrt_llm") and list_gpus()[0] else TORCH
+
+
+def has_fixed_drafts(backend: str) -> bool:
+    """Return whether engines of a backend take the drafts alone that they were built for."""
+    return choose_backend(backend) != TORCH
+
+
+def list_changes(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a stage that are not its defaults, which need not be given."""
+    flags = get_flags(load_command(stage).settings_class)
+    return {name: value for name, value in options.items() if value != flags[name][1]}
 
 
 def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
@@ -136,7 +159,7 @@ def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
         return None
     return EngineConfig(
         version=__version__, checkpoint=checkpoint, build=limits, build_id="", prepack=False,
-        kernels=None, vocabulary=vocabulary,
+        kernels=None, vocabulary=vocabulary, has_fixed_drafts=has_fixed_drafts(settings.backend),
     )  # fmt: skip
 
 
@@ -147,7 +170,12 @@ def check_decoding(
 
     run: the settings of the run. engines: the planned ones, the draft model's behind the target's.
     """
-    from specdec.decode.drafters import choose_methods, read_drafting, refuse_trees
+    from specdec.decode.drafters import (
+        check_draft_sizes,
+        choose_methods,
+        read_drafting,
+        refuse_trees,
+    )
     from specdec.decode.drafters.eagle import check_choices
     from specdec.decode.ranks.part import choose_device
     from specdec.text.vocabulary_check import ModelTokens, check_vocabularies
@@ -161,6 +189,7 @@ def check_decoding(
         check_choices(drafting.options["eagle"].choices, params)
     with logs.hush("specdec", logging.ERROR):
         refuse_trees(methods, engines[0])
+    check_draft_sizes(engines[0], methods, drafting)
     if len(engines) > 1 and settings.draft_vocabulary == "same":
         names = str(settings.model_dir), str(settings.draft_model_dir)
         target, draft = (

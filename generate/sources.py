@@ -68,7 +68,7 @@ def describe_tool() -> dict[str, Any]:
         assert spec is not None
         assert spec.origin is not None
         for path in sorted(Path(spec.origin).parent.rglob("*")):
-            if path.suffix in (".py", ".cpp", ".json"):
+            if path.suffix in (".py", ".cpp", ".h", ".json"):
                 digest.update(path.name.encode() + path.read_bytes())
     return {
         "version": __version__,

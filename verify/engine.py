@@ -24,7 +24,7 @@ from specdec.files.backends import find_backend
 from specdec.files.folders import has_tokenizer
 from specdec.files.manifest import check_hashes
 from specdec.gguf.folder import localize
-from specdec.methods import METHODS, find_mode, name_options
+from specdec.methods import METHODS, name_options
 from specdec.methods.budget import BudgetDraft
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.model.blocks import GGUF
@@ -236,7 +236,7 @@ def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettin
 
 def uses_drafts(settings: VerifySettings, engine: EngineConfig) -> bool:
     """Return whether the engine has a method of drafting, or an option starts one."""
-    if engine.checkpoint.method or find_mode(engine.build.speculative_decoding_mode):
+    if engine.default_method is not None:
         return True
     starters = [method.starter for method in METHODS.values() if method.starter is not None]
     return any(getattr(settings, name) is not None for name in starters)

@@ -79,6 +79,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
         config = EngineConfig(
             version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
             prepack=False, kernels=None, quantization=plan.quantization,
+            has_fixed_drafts=True,
         )  # fmt: skip
         document = encode_engine_config(config, TENSORRT)
         document[f"{TENSORRT}_config"] |= dataclasses.asdict(networks)

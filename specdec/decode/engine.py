@@ -22,6 +22,7 @@ from specdec.decode.drafters import (
     name_methods,
     read_drafting,
     refuse_others,
+    uses_drafter,
 )
 from specdec.decode.drafters.base import Drafter, EngineHandle
 from specdec.decode.loop import Options, generate
@@ -109,7 +110,7 @@ class TorchEngine:
         model = checkpoint.model
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
-            folder, self.config, self.device, drafts=bool(methods),
+            folder, self.config, self.device, drafts=uses_drafter(methods),
             is_packed=is_packed(self.config, options), kernels=options["kernels"],
         )  # fmt: skip
         self.decoder = open_decoder(

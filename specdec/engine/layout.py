@@ -21,7 +21,8 @@ from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
 from specdec.files.vocabulary import read_recorded
-from specdec.methods import METHODS, DrafterParams
+from specdec.methods import METHODS, DrafterParams, Method, find_mode
+from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
 from specdec.model.int4 import INT4_GROUPS, describe_int4
 from specdec.model.quantization import FLOAT8, INT4, INT8, INT8_SCALES, WEIGHT_SCALE
@@ -79,6 +80,8 @@ class EngineConfig:
     kernels were compiled with, None where torch's own operators are to run. quantization: type that
     the build rounded an unquantized checkpoint's linears to, INT8, INT4 or None; drafter_weights:
     that of the drafter's. draft_vocab_size: number of drafted tokens, where the build chose them.
+    has_fixed_drafts: whether the build fixed who drafts, and how much, as networks of TensorRT do;
+    elsewhere each run chooses both, and the build's mode and length are its defaults.
     """
 
     version: str
@@ -91,13 +94,31 @@ class EngineConfig:
     drafter_weights: str | None = None
     draft_vocab_size: int | None = None
     vocabulary: dict[str, Any] | None = None
+    has_fixed_drafts: bool = False
 
     @property
     def num_positions(self) -> int:
         """Number of positions of the longest text and the deepest draft behind it."""
         drafter, build = self.checkpoint.drafter, self.build
         depth = drafter.max_draft_depth if drafter else build.max_draft_len
+        if not self.has_fixed_drafts:
+            depth = max(depth, self.draft_room)
         return build.max_seq_len + depth + 1
+
+    @property
+    def draft_room(self) -> int:
+        """Most draft tokens of a request in a step of all requests."""
+        build = self.build
+        room = build.max_num_tokens // build.max_batch_size - 1
+        return max(build.max_draft_len, min(room, MAX_DRAFT_TOKENS - 1))
+
+    @property
+    def default_method(self) -> Method | None:
+        """Method that drafts where a run names none; None for plain decoding."""
+        method = self.checkpoint.method or find_mode(self.build.speculative_decoding_mode)
+        # An engine for external drafts awaits them only where the build fixed that.
+        is_awaited = method is not None and method.source == "engine"
+        return None if is_awaited and not self.has_fixed_drafts else method
 
 
 def list_engine_tensors(
@@ -211,6 +232,7 @@ def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
         checkpoint=checkpoint,
         build=build,
         vocabulary=read_recorded(folder),
+        has_fixed_drafts=backend != TORCH,
         **dict[str, Any]((name, options.get(name)) for name in OPTIONS),
     )
 

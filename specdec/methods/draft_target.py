@@ -96,6 +96,11 @@ class DraftOptions:
     tree_tokens: int | None = None
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens drafted a step, as far as an option says them; 0 where none does."""
+        return max(self.draft_len or 0, self.tree_tokens or 0)
+
+    @property
     def leaves_length(self) -> bool:
         """Return whether no option says how much to draft."""
         return self.draft_len is None and self.tree_tokens is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.checkpoint.config import CheckpointConfig
-from specdec.decode.drafters import Methods
+from specdec.decode.drafters import Methods, uses_drafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
 from specdec.engine.graphs import CudaRecorder
@@ -165,7 +165,7 @@ class TensorRTEngine(TorchEngine):
             self._ranks, folder, self.device, (NetworkDecoder, LeadingNetworks),
             functools.partial(open_target, folder, self.config, networks, self.device),
         )  # fmt: skip
-        if drafter and any(method.source == "checkpoint" for group in methods for method in group):
+        if drafter and uses_drafter(methods):
             self.drafter_network = open_drafter(
                 folder, drafter, self.config.checkpoint.model, self.device, networks.drafter_sizes
             )

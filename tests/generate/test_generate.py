@@ -109,22 +109,34 @@ def test_a_drafter_of_any_method(models: Path, generate: Generate, tmp_path: Pat
     assert done.report["stats"]["method"] == "draft_target", "a whole model drafts by itself"
 
 
-def test_drafts_of_a_small_model_and_of_the_text(models: Path, generate: Generate) -> None:
+def test_one_engine_serves_all_drafts_without_weights(
+    models: Path, generate: Generate, tmp_path: Path
+) -> None:
+    """Every method and length, and plain decoding; a draft model has an engine beside it."""
     plain = generate(*PROMPTS, "--json")
-    methods: dict[str, list[object]] = {
-        "draft_target": ["--draft-model-dir", models / "small" / "target", "--draft-len", 2],
-        "prompt_lookup": ["--prompt-lookup-num-tokens", 3],
-        "suffix": ["--suffix-max-tokens", 5],
-        "lookahead": ["--lookahead-config", "[2,2,2]"],
-    }
-    for method, flags in methods.items():
+    small = models / "small" / "target"
+    runs: list[tuple[str, list[object]]] = [
+        ("prompt_lookup", ["--prompt-lookup-num-tokens", 3]),
+        ("suffix", ["--suffix-max-tokens", 4]),
+        ("suffix", ["--suffix-max-tokens", 6]),
+        ("suffix", ["--suffix-max-tokens", 8]),
+        ("lookahead", ["--lookahead-config", "[2,2,2]"]),
+        ("draft_target", ["--draft-model-dir", small, "--draft-len", 2]),
+        ("draft_target", ["--draft-model-dir", small, "--draft-len", 11]),
+        ("plain", ["--no-speculation", "--suffix-max-tokens", 5]),
+        ("plain", ["--no-speculation", "--draft-model-dir", small]),
+    ]
+    num_conversions = 0
+    for method, flags in runs:
         done = generate(*PROMPTS, "--json", *flags)
         assert done.ids == plain.ids
         assert done.report["stats"]["method"] == method
-        baseline = generate(*PROMPTS, "--json", "--no-speculation", *flags)
-        assert baseline.ids == plain.ids
-        assert baseline.report["stats"]["method"] == "plain"
-        assert "checkpoint" not in baseline.stderr, "the engines are the same"
+        num_conversions += done.stderr.count("\ncheckpoint ")
+    assert num_conversions == 1, "that of the draft model"
+    entries = [path for path in (tmp_path / "cache" / "generate").iterdir() if path.is_dir()]
+    assert len(entries) == 2
+    alone = generate("abc", "--json", model=small)
+    assert "engine taken from the cache" in alone.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,6 +186,11 @@ def test_prompts_are_checked_before_anything_is_built(
         (["--eagle-model-dir", "EAGLE", "--eagle-choices", "[[0],[999]]"], "999"),
         (["--lookahead-config", "[2,2,2]", "--model-dir", "HYBRID"], "is a hybrid whose states"),
         (["--draft-model-dir", "SHORT", "--max-seq-len", "200"], "max_position_embeddings=128"),
+        (["--suffix-max-tokens", "1024"], "suffix decoding drafts 1024 tokens a step, the engine"),
+        (
+            ["--draft-model-dir", "SHORT", "--max-seq-len", "99", "--draft-len", "1024"],
+            "has room for 1023",
+        ),
     ],
 )
 def test_what_the_stages_refuse_is_known_before(

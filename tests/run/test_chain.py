@@ -199,11 +199,9 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         ("pair", "suffix,prompt_lookup", SUFFIX, "add --prompt-lookup-num-tokens"),
         ("pair", "suffix,redrafter", SUFFIX, "the engine has no drafter of its own"),
         ("medusa", "suffix,redrafter", SUFFIX, "the engine has a drafter for medusa"),
-        ("medusa", "suffix,prompt_lookup", SUFFIX | LOOKUP, "which --draft-chain does not name"),
         ("redrafter", "suffix,redrafter", SUFFIX | LOOKUP, "no effect with an engine that runs"),
         ("pair", "suffix,draft_target", SUFFIX | ADAPTED, "give --draft-len N"),
         ("pair", "suffix+draft_target", SUFFIX | {"use_logits": True}, "leave --use-logits out"),
-        ("pair", "suffix,prompt_lookup", {"suffix_max_tokens": 9} | LOOKUP, "--max-draft-len 9"),
         ("redrafter", "suffix,redrafter", {"suffix_max_tokens": 9999}, "has room for 1023"),
     ],
 )  # fmt: skip
@@ -213,6 +211,22 @@ def test_wrong_chains(
     with pytest.raises((UsageError, SpecDecError)) as caught:
         load(parent, name, chain, **options)
     assert message in f"{caught.value.message}; {caught.value.hint}"
+
+
+def test_a_chain_leaves_the_engines_own_drafter_out(parent: Path) -> None:
+    """Nor does a method without weights need a chain on such an engine."""
+    requests = make_requests()
+    plain = TorchEngine(parent / "medusa-engine", device="cpu", speculate=False)
+    expected = [r.output_ids for r in plain.generate(requests)]
+    chained = load(parent, "medusa", "suffix,prompt_lookup", **SUFFIX, **LOOKUP)
+    settings = DecodeSettings(engine_dir=parent / "medusa-engine", device="cpu", **SUFFIX)
+    for engine, method in (
+        (chained, "suffix,prompt_lookup"),
+        (load_engine(settings, None), "suffix"),
+    ):
+        assert engine.method == method
+        assert [r.output_ids for r in engine.generate(requests)] == expected
+        engine.close()
 
 
 def test_two_drafters_need_a_chain(parent: Path) -> None:

@@ -29,6 +29,7 @@ from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods import METHODS
 from specdec.methods.draft_target import DraftOptions
 from specdec.methods.draft_target import read_options as read_draft_options
 from specdec.run.settings import RunSettings
@@ -476,10 +477,15 @@ def test_wrong_options(flags: dict[str, Any], message: str) -> None:
 
 def test_engines_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     target, draft = TorchEngine(folder / "target"), TorchEngine(folder / "draft")
-    with pytest.raises(SpecDecError, match="draft length is 7, .* max_draft_len 6"):
-        attach_draft(target, draft, draft_len=7, use_logits=False)
-    with pytest.raises(SpecDecError, match="2 problems"):
-        attach_draft(draft, target, draft_len=4, use_logits=False)
+    with pytest.raises(SpecDecError, match="drafts 1024 tokens a step, the engine has room for"):
+        attach_draft(target, draft, draft_len=1024, use_logits=False)
+    draft.config = dataclasses.replace(
+        draft.config,
+        build=dataclasses.replace(draft.config.build, speculative_decoding_mode="medusa"),
+        checkpoint=dataclasses.replace(draft.config.checkpoint, method=METHODS["medusa"]),
+    )
+    with pytest.raises(SpecDecError, match="the draft engine was built with .*_mode medusa"):
+        attach_draft(target, draft, draft_len=4, use_logits=False)
 
 
 @pytest.mark.parametrize(
@@ -595,8 +601,7 @@ def test_the_command(folder: Path) -> None:
         ([*draft, "--draft-devices", "0,1"], 1, "the draft's device list [0, 1] has 2 entries"),
         ([*draft, "--target-devices", "0,1"], 1, "the target's device list [0, 1] has 2 entries"),
         ([*draft, joined, "[4,[0,1],[1],True]"], 1, "the draft's device list [0, 1] has 2"),
-        ([*draft, joined, "[7,[0],[1],True]"], 1, "draft length is 7, the target's engine was"),
-        ([], 1, "built for external drafts, and nothing drafts"),
+        ([*draft, joined, "[1024,[0],[1],True]"], 1, "the engine has room for 1023: max_num"),
     ):
         failed = run_cli_here(*common, *flags)
         assert failed.returncode == status, failed.stderr

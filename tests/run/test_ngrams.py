@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import (
     Lookahead,
     LookaheadDrafter,
@@ -359,34 +360,63 @@ def test_the_command(folder: Path) -> None:
     assert widths == [7, 6, 4, 1], "the most that a step can accept, and none"
 
 
+MODES = ("draft_tokens_external", "lookahead_decoding", "plain")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_of_any_mode_takes_every_method(folder: Path, mode: str) -> None:
+    """Who drafts, and how much, is chosen by the run; the mode of the build is its default."""
+    default = "lookahead" if mode == "lookahead_decoding" else "plain"
+    longer = 9  # than what the engines were built for, where the modes have a length
+    runs: list[tuple[str, dict[str, Any]]] = [
+        (default, {}),
+        ("plain", {"no_speculation": True}),
+        ("prompt_lookup", {"prompt_lookup_num_tokens": longer}),
+        ("suffix", {"suffix_max_tokens": 4}),
+        ("suffix", {"suffix_max_tokens": longer}),
+        ("lookahead", {"lookahead_config": "[5,5,5]"}),
+        ("draft_target", {"draft_engine_dir": folder / "plain", "draft_len": "9"}),
+        ("draft_target", {"draft_engine_dir": folder / "draft_tokens_external"}),
+        ("prompt_lookup,suffix",
+         {"draft_chain": "prompt_lookup,suffix", "prompt_lookup_num_tokens": longer,
+          "suffix_max_tokens": longer}),
+    ]  # fmt: skip
+    texts = set()
+    for method, flags in runs:
+        report = run_command(folder, mode, **flags)
+        assert report["stats"]["method"] == method
+        texts.add(tuple(report["outputs"][0]["output_ids"]))
+    assert len(texts) == 1
+
+
+def test_a_draft_model_has_a_length_of_its_own(folder: Path) -> None:
+    """The build's where it has one, else the usual one."""
+    lengths = {}
+    for mode in MODES:
+        engine = TorchEngine(folder / mode, device="cpu")
+        draft = TorchEngine(folder / "plain", device="cpu")
+        proposer = attach_draft(engine, draft, draft_len=None, use_logits=False)
+        lengths[mode] = proposer.max_draft_tokens
+        engine.close()
+    assert lengths == {"draft_tokens_external": 6, "lookahead_decoding": 23, "plain": 8}
+
+
 @pytest.mark.parametrize(
     ("mode", "flags", "message"),
     [
-        (
-            "draft_tokens_external",
-            {},
-            "give --draft-engine-dir, --prompt-lookup-num-tokens,",
-        ),
-        ("draft_tokens_external", {"prompt_lookup_num_tokens": 7}, "max_draft_len 6"),
-        ("draft_tokens_external", {"lookahead_config": "[7,7,7]"}, "--max-draft-len 83"),
-        ("lookahead_decoding", {"lookahead_config": "[7,7,7]"}, "drafts 83 tokens a step"),
-        (
-            "lookahead_decoding",
-            {"prompt_lookup_num_tokens": 4},
-            "--speculative-decoding-mode draft_tokens_external --max-draft-len 4",
-        ),
-        (
-            "draft_tokens_external",
-            {"prompt_lookup_config": "[4,2,[0,1]]"},
-            "device list [0, 1] has 2 entries",
-        ),
-        ("plain", {"prompt_lookup_num_tokens": 4}, "speculative_decoding_mode None"),
-        ("plain", {"lookahead_config": "[4,4,4]"}, "--max-draft-len 23"),
+        ("plain", {"prompt_lookup_num_tokens": 1024}, "has room for 1023: max_num_tokens 8192"),
+        ("plain", {"suffix_max_tokens": 1024}, "draft 1023 or fewer, or build with a smaller"),
+        ("lookahead_decoding", {"lookahead_config": "[30,30,30]"}, "drafts 1739 tokens a step"),
+        ("plain", {"draft_engine_dir": "plain", "draft_len": "1024"}, "drafts 1024 tokens a step"),
+        ("plain", {"draft_engine_dir": "plain", "draft_tree_tokens": 1024}, "has room for 1023"),
+        ("plain", {"prompt_lookup_config": "[4,2,[0,1]]"}, "device list [0, 1] has 2 entries"),
     ],
 )
 def test_what_an_engine_refuses(
     folder: Path, mode: str, flags: dict[str, Any], message: str
 ) -> None:
+    if "draft_engine_dir" in flags:
+        flags = flags | {"draft_engine_dir": folder / flags["draft_engine_dir"]}
     with pytest.raises(SpecDecError) as caught:
         run_command(folder, mode, **flags)
     assert message in caught.value.message + caught.value.hint

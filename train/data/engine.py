@@ -110,4 +110,4 @@ def _awaits_drafts(folder: Path, backend: Backend) -> bool:
     """Return whether an engine was built for drafts from an external drafter."""
     if not backend.is_loadable:  # which Engine.load refuses
         return False
-    return read_engine_config(folder, backend.name).build.speculative_decoding_mode == METHOD.mode
+    return read_engine_config(folder, backend.name).default_method == METHOD

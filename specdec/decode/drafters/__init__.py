@@ -14,14 +14,14 @@ from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.errors import UsageError
 from specdec.files.acceptance import read_acceptance
-from specdec.methods import CHAIN_MEMBERS, METHODS, Method, find_mode
+from specdec.methods import CHAIN_MEMBERS, METHODS, Method
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.options import list_given, name_flag
 from specdec.system import logs
 
-from .base import DraftContext, Drafter, EngineHandle
+from .base import DraftContext, Drafter, EngineHandle, check_draft_room
 from .paced import PacedDrafter
 
 logger = logs.get_logger(__name__)
@@ -94,7 +94,8 @@ def choose_methods(config: EngineConfig, drafting: Drafting | None) -> Methods:
     if drafting is None:
         return ((checkpoint_method,),) if checkpoint_method is not None else ()
     if drafting.chain is not None:
-        _check_chain(drafting.chain, drafting, checkpoint_method)
+        is_named = config.has_fixed_drafts
+        _check_chain(drafting.chain, drafting, checkpoint_method, is_named=is_named)
         methods = tuple(tuple(METHODS[name] for name in group) for group in drafting.chain)
     else:
         method = _choose_method(config, drafting)
@@ -104,7 +105,7 @@ def choose_methods(config: EngineConfig, drafting: Drafting | None) -> Methods:
 
 
 def _choose_method(config: EngineConfig, drafting: Drafting) -> Method | None:
-    """Return the one method that options name, else that of the checkpoint or the engine's mode."""
+    """Return the one method that options name, else the engine's default."""
     starters = (method for method in METHODS.values() if method.source != "checkpoint")
     started_methods = [method for method in starters if method.name in drafting.options]
     if len(started_methods) > 1:
@@ -113,20 +114,21 @@ def _choose_method(config: EngineConfig, drafting: Drafting) -> Method | None:
             f"{' and '.join(flags)} are both given",
             "let one or the other draft, or both with --draft-chain",
         )
-    if started_methods:
-        return started_methods[0]
-    return config.checkpoint.method or find_mode(config.build.speculative_decoding_mode)
+    return started_methods[0] if started_methods else config.default_method
 
 
-def _check_chain(chain: Chain, drafting: Drafting, checkpoint_method: Method | None) -> None:
+def _check_chain(
+    chain: Chain, drafting: Drafting, checkpoint_method: Method | None, *, is_named: bool
+) -> None:
     """Raise UsageError for a chain whose members cannot draft here.
 
-    checkpoint_method: the method of the drafter in the engine's checkpoint.
+    checkpoint_method: the method of the drafter in the engine's checkpoint. is_named: whether the
+    chain has to name it.
     """
     names = [name for group in chain for name in group]
     for name in names:
         _check_member(METHODS[name], drafting, checkpoint_method)
-    if checkpoint_method is not None and checkpoint_method.name not in names:
+    if is_named and checkpoint_method is not None and checkpoint_method.name not in names:
         raise UsageError(
             f"the engine has a drafter for {checkpoint_method.name}, which --draft-chain does not"
             " name",
@@ -198,6 +200,21 @@ def name_methods(methods: Methods) -> str:
     return ",".join("+".join(method.name for method in group) for group in methods) or "plain"
 
 
+def check_draft_sizes(config: EngineConfig, methods: Methods, drafting: Drafting) -> None:
+    """Raise SpecDecError where an engine has no room for what its options let a step draft."""
+    is_in_chain = drafting.chain is not None
+    for method in (method for group in methods for method in group):
+        options = drafting.options.get(method.name)
+        if method.source != "checkpoint" and options is not None:
+            num_tokens = options.max_draft_tokens
+            check_draft_room(config, method, num_tokens, is_in_chain=is_in_chain)
+
+
+def uses_drafter(methods: Methods) -> bool:
+    """Return whether the drafter in the engine's checkpoint is among those who draft."""
+    return any(method.source == "checkpoint" for group in methods for method in group)
+
+
 def load_module(method: Method) -> Any:
     """Return the module of a method's drafter."""
     return importlib.import_module(f"{__name__}.{method.name}")
@@ -221,7 +238,7 @@ def make_drafter(
     context = DraftContext(
         decoder=engine.decoder,
         params=engine.config.checkpoint.drafter,
-        weights=_widen_weights(engine, weights),
+        weights=_widen_weights(engine, weights) if uses_drafter(methods) else weights,
         engine=engine,
         tokenizer=drafting.tokenizer,
         is_in_chain=drafting.chain is not None,
@@ -257,9 +274,8 @@ def _widen_weights(engine: EngineHandle, weights: Mapping[str, Tensor]) -> Mappi
         )
         names = list_drafter_tensors(checkpoint.model, checkpoint.drafter)
         weights = widen_integers(weights, names, decoder.dtype)
-    if checkpoint.drafter is not None:  # it may compute with the target's own
-        weights = widen_integers(weights, (EMBEDDING, HEAD), decoder.dtype)
-    return weights
+    # It may compute with the target's own.
+    return widen_integers(weights, (EMBEDDING, HEAD), decoder.dtype)
 
 
 def _pace_groups(
@@ -268,7 +284,7 @@ def _pace_groups(
 ) -> PacedDrafter:  # fmt: skip
     """Let groups draft by turns and by a budget, with the acceptance that a trainer recorded."""
     options = {name: repr(options) for name, options in drafting.options.items()}
-    has_weights = [any(m.source == "checkpoint" for m in group) for group in methods]
+    has_weights = [uses_drafter((group,)) for group in methods]
     record = read_acceptance(engine.folder) if any(has_weights) else None
     return PacedDrafter(
         groups, find_costs(groups, options), is_fixed=not drafting.has_budget, record=record,
@@ -289,7 +305,9 @@ def refuse_trees(methods: Methods, config: EngineConfig) -> None:
             "use another method: prompt lookup, suffix and draft models draft chains",
         )
     drafter = config.checkpoint.drafter
-    if drafter is not None and drafter.max_draft_tokens > drafter.max_draft_depth:
+    if drafter is None or not uses_drafter(methods):
+        return
+    if drafter.max_draft_tokens > drafter.max_draft_depth:
         logger.info(
             "%s is a hybrid, whose states follow one text: of each tree that %s drafts, the"
             " likeliest path is verified",

@@ -28,7 +28,7 @@ from specdec.engine.linear import Linear
 from specdec.engine.step import States
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
-from specdec.errors import SpecDecError
+from specdec.errors import Problems, SpecDecError
 from specdec.methods import DrafterParams, Method
 
 N = TypeVar("N", bound=DraftNet)
@@ -223,24 +223,38 @@ class DraftContext:
         return self.decoder.graphs.graphs if self.decoder.graphs is not None else None
 
     def check_room(self, method: Method, num_tokens: int) -> None:
-        """Raise SpecDecError where the engine has no room for drafts of so many tokens.
-
-        In a chain with another drafter, what a step of all requests has room for counts: the cache
-        is as large as the longest draft needs.
-        """
+        """Raise SpecDecError where the engine has no room for drafts of so many tokens."""
         assert self.engine is not None
-        build = self.engine.config.build
-        if not self.is_in_chain or build.speculative_decoding_mode == method.mode:
-            check_room(method, num_tokens, build.speculative_decoding_mode, build.max_draft_len)
-            return
-        room = max(build.max_draft_len, build.max_num_tokens // build.max_batch_size - 1)
-        if num_tokens > room:
-            raise SpecDecError(
-                f"{method.title.lower()} drafts {num_tokens} tokens a step, the engine has room for"
-                f" {room}: max_num_tokens {build.max_num_tokens} over max_batch_size"
-                f" {build.max_batch_size}",
-                f"draft {room} or fewer, or build with a larger --max-num-tokens",
-            )
+        check_draft_room(self.engine.config, method, num_tokens, is_in_chain=self.is_in_chain)
+
+
+def check_draft_room(
+    config: EngineConfig, method: Method, num_tokens: int, *, is_in_chain: bool
+) -> None:
+    """Raise SpecDecError where an engine has no room for a method's drafts of so many tokens.
+
+    Caches are as large as the longest draft needs, so a step of all requests alone sets a limit;
+    where the build fixed the drafts, and no other drafter's room is shared, its mode and length do.
+    """
+    build = config.build
+    is_shared = is_in_chain and build.speculative_decoding_mode != method.mode
+    if config.has_fixed_drafts and not is_shared:
+        check_room(method, num_tokens, build.speculative_decoding_mode, build.max_draft_len)
+    else:
+        find_room_problems(config, method, num_tokens).raise_all()
+
+
+def find_room_problems(config: EngineConfig, method: Method, num_tokens: int) -> Problems:
+    """Return the problem of drafts that a step of all requests has no room for, if it has none."""
+    build, room = config.build, config.draft_room
+    return Problems.from_table(
+        (num_tokens > room,
+         f"{method.title.lower()} drafts {num_tokens} tokens a step, the engine has room for"
+         f" {room}: max_num_tokens {build.max_num_tokens} over max_batch_size"
+         f" {build.max_batch_size}",
+         f"draft {room} or fewer, or build with a smaller --max-batch-size or a larger"
+         " --max-num-tokens"),
+    )  # fmt: skip
 
 
 def check_room(method: Method, num_tokens: int, mode: str | None, max_draft_len: int) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from specdec.decode.accept import Candidates
 from specdec.decode.device_tokens import run_tokens
-from specdec.decode.drafters.base import DraftContext, EngineHandle
+from specdec.decode.drafters.base import DraftContext, EngineHandle, find_room_problems
 from specdec.decode.drafters.devices import check_devices
 from specdec.decode.drafters.draft_model import LoadedModel, ModelDrafter
 from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.prefill import count_shared
 from specdec.decode.requests import ActiveRequest
 from specdec.decode.sampling import CHOICE, DRAFT, draw, process_logits, take_rows
-from specdec.engine.layout import BuildConfig
+from specdec.engine.layout import BuildConfig, EngineConfig
 from specdec.engine.ranking import find_best
 from specdec.engine.step import States
 from specdec.engine.transfers import to_host
@@ -34,6 +34,8 @@ from specdec.text.token_map import SameTokens, SharedTokens, TokenMap
 from specdec.text.vocabulary_check import ModelTokens, check_vocabularies, load_pair
 
 logger = logs.get_logger(__name__)
+# Of a chain or a tree where neither the run nor the build says a length.
+USUAL_LENGTH = 8
 # Of the tree that a CPU drafts where nothing is said; a part is verified. A verify step
 # of twice as many tokens pays on none that was measured.
 MOST_TREE_TOKENS = 31
@@ -85,14 +87,13 @@ def attach_draft(
 ) -> ModelChainDrafter | ModelTreeDrafter:  # fmt: skip
     """Let one engine draft for another; raise SpecDecError where they do not match.
 
-    draft_len: tokens a step; None adapts it, up to what the engine was built for. tree_tokens: of a
-    tree that is drafted instead of a chain, whose depth draft_len then is at most; None for a
-    chain. fits_budget: whether only the part worth its time is verified. tokens: which of the
-    models' tokens are the same; None is all of them.
+    draft_len: tokens a step; None adapts it, up to the length that the engine was built with.
+    tree_tokens: of a tree that is drafted instead of a chain, whose depth draft_len then is at
+    most; None for a chain. fits_budget: whether only the part worth its time is verified. tokens:
+    which of the models' tokens are the same; None is all of them.
     """
     target_build, draft_build = target.config.build, draft.config.build
-    problems = Problems()
-    _check_room(problems, target_build, draft_len, tree_tokens)
+    problems = find_length_problems(target.config, draft_len, tree_tokens)
     models = target.config.checkpoint.model, draft.config.checkpoint.model
     hybrids = [model.architecture for model in models if model.linear_attention is not None]
     if tree_tokens is not None and hybrids:
@@ -101,7 +102,7 @@ def attach_draft(
             " text",
             "leave it out: a chain is drafted",
         )
-    if draft_build.speculative_decoding_mode is not None:
+    if draft.config.default_method is not None:
         problems.add(
             f"the draft engine was built with speculative_decoding_mode"
             f" {draft_build.speculative_decoding_mode}",
@@ -116,11 +117,16 @@ def attach_draft(
     if tree_tokens is not None:
         drafter = ModelTreeDrafter(model, tree_tokens, draft_len)
     else:
-        length = draft_len or target_build.max_draft_len
+        length = draft_len or choose_length(target.config)
         chain = ModelChainDrafter(model, length, use_logits=use_logits)
         drafter = chain.fit_budget() if fits_budget and not hybrids else chain
     target.use_method(METHOD.name, drafter, draft)
     return drafter
+
+
+def choose_length(config: EngineConfig) -> int:
+    """Return the tokens of a draft whose length no option says."""
+    return config.build.max_draft_len or min(USUAL_LENGTH, config.draft_room)
 
 
 def _warn_of_length(target_build: BuildConfig, draft_build: BuildConfig) -> None:
@@ -133,30 +139,30 @@ def _warn_of_length(target_build: BuildConfig, draft_build: BuildConfig) -> None
         )  # fmt: skip
 
 
-def _check_room(
-    problems: Problems, build: BuildConfig, draft_len: int | None, tree_tokens: int | None
-) -> None:
-    """Add what keeps a target's engine from verifying drafts of a model, of that many tokens."""
-    room = build.max_draft_len
-    if build.speculative_decoding_mode != METHOD.mode:
-        problems.add(
-            f"the target's engine was built with speculative_decoding_mode"
-            f" {build.speculative_decoding_mode}",
-            "build it from a plain checkpoint with --speculative-decoding-mode"
-            " draft_tokens_external --max-draft-len N",
-        )
-    elif draft_len is not None and draft_len > room:
-        problems.add(
-            f"the draft length is {draft_len}, the target's engine was built with"
-            f" max_draft_len {room}",
-            f"draft {room} or fewer, or build with --max-draft-len {draft_len}",
-        )
-    elif tree_tokens is not None and tree_tokens > room:
-        problems.add(
-            f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with"
-            f" max_draft_len {room}",
-            f"give at most {room}, or build with --max-draft-len {tree_tokens}",
-        )
+def find_length_problems(
+    config: EngineConfig, draft_len: int | None, tree_tokens: int | None
+) -> Problems:
+    """List why a target's engine does not take the drafts that are asked for.
+
+    draft_len, tree_tokens: tokens of a chain and of a tree, None where no option says them.
+    """
+    mode, longest = config.build.speculative_decoding_mode, config.build.max_draft_len
+    if not config.has_fixed_drafts:
+        return find_room_problems(config, METHOD, max(draft_len or 0, tree_tokens or 0))
+    return Problems.from_table(
+        (mode != METHOD.mode,
+         f"the target's engine was built with speculative_decoding_mode {mode}",
+         "build it from a plain checkpoint with --speculative-decoding-mode draft_tokens_external"
+         " --max-draft-len N"),
+        (mode == METHOD.mode and (draft_len or 0) > longest,
+         f"the draft length is {draft_len}, the target's engine was built with max_draft_len"
+         f" {longest}",
+         f"draft {longest} or fewer, or build with --max-draft-len {draft_len}"),
+        (mode == METHOD.mode and (tree_tokens or 0) > longest,
+         f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with max_draft_len"
+         f" {longest}",
+         f"give at most {longest}, or build with --max-draft-len {tree_tokens}"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,11 +42,15 @@ if TYPE_CHECKING:
 
 
 def make_drafter(context: DraftContext) -> LookaheadDrafter:
-    """Open the window that is asked for, or the largest that the engine has room for."""
+    """Open the window that is asked for, or the largest that the engine was built for."""
     assert context.engine is not None
-    build = context.engine.config.build
-    window = choose_lookahead(context.options, build.speculative_decoding_mode, build.max_draft_len)
+    config = context.engine.config
+    mode, longest = config.build.speculative_decoding_mode, config.build.max_draft_len
+    window: LookaheadConfig | None = context.options
+    if window is None or config.has_fixed_drafts:
+        window = choose_lookahead(window, mode, longest)
     assert window is not None
+    context.check_room(METHOD, window.max_draft_tokens)
     return LookaheadDrafter(window, context.engine.decoder)
 
 

@@ -19,7 +19,7 @@ from specdec.methods.prompt_lookup import METHOD, LookupOptions
 
 
 def make_drafter(context: DraftContext) -> PromptLookupDrafter:
-    """Draft from the text, for an engine that was built for external drafts."""
+    """Draft from the text, as much as the engine has room for."""
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, LookupOptions)

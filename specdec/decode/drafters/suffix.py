@@ -43,7 +43,7 @@ END = -1  # where a text ends that others follow
 
 
 def make_drafter(context: DraftContext) -> SuffixDrafter:
-    """Draft from the text, for an engine that was built for external drafts."""
+    """Draft from the text, as much as the engine has room for."""
     engine, options = context.engine, context.options
     assert engine is not None
     assert isinstance(options, SuffixOptions)
