@@ -187,8 +187,8 @@ def test_a_budget_that_is_asked_for_is_kept(
     assert [settings.draft_budget for settings in opened] == ["auto"]
     with pytest.raises(SpecDecError, match="is 4 deep, the engine has 3 Medusa heads"):
         verify(medusa, parent / "target", medusa_choices="[[0],[0,0],[0,0,0],[0,0,0,0]]")
-    with pytest.raises(SpecDecError, match="drafts 83 tokens a step"):
-        verify(lookahead, parent / "target", lookahead_config="[7,7,7]")
+    with pytest.raises(SpecDecError, match="drafts 1739 tokens a step"):
+        verify(lookahead, parent / "target", lookahead_config="[30,30,30]")
 
 
 def test_an_engine_of_two_ranks_is_exact(parent: Path, drafter: Path) -> None:
