@@ -7,6 +7,7 @@ from typing import Any
 from specdec.errors import SpecDecError, count
 
 from .abilities import list_abilities, list_pins
+from .cache import describe_cache, format_cache
 from .engine import check_engine
 from .machine import describe_machine
 from .settings import DoctorSettings
@@ -16,14 +17,21 @@ def examine(settings: DoctorSettings) -> dict[str, Any]:
     """Look at the machine, and at an engine if one is given."""
     machine = describe_machine()
     tables = list_pins(machine)
+    problems = [problem for table in tables for problem in table["problems"]]
+    try:
+        cache = describe_cache()
+    except SpecDecError as error:
+        cache = None
+        problems.append(f"{error.message}: {error.hint}")
     report = {
         **machine,
+        "cache": cache,
         "abilities": [
             {"what": ability, "can": not reasons, "reasons": reasons}
             for ability, reasons in list_abilities(machine).items()
         ],
         "pins": [row for table in tables for row in table["rows"]],
-        "problems": [problem for table in tables for problem in table["problems"]],
+        "problems": problems,
     }
     if settings.engine_dir is not None:
         report["engine"] = check_engine(settings.engine_dir, machine)
@@ -85,7 +93,8 @@ def _format_hardware(report: dict[str, Any]) -> list[str]:
         form = "{bfloat16} for bfloat16 weights, else {others}"
         arithmetic = kernels.get("error") or form.format_map(kernels)
         lines.append(f"  arithmetic of the native kernels: {arithmetic}")
-    return [*lines, f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}"]
+    lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
+    return lines + (format_cache(report["cache"]) if report["cache"] else [])
 
 
 def _format_pins(table: dict[str, Any]) -> list[str]:

@@ -18,5 +18,10 @@ class DoctorSettings:
         metavar="ENGINE",
         help="Also check this engine: whether it can run here, and every byte of it.",
     )
+    clear_cache: bool = setting(
+        False,
+        help="Remove the engines, kernels, downloads and other files that specdec keeps in the"
+        " user's cache and no process uses, say what was removed, and exit.",
+    )  # fmt: skip
     verify_hashes: bool = setting(False, hidden=True, help="Files are always compared.")
     json: bool = setting(False, help="Print one JSON object on stdout.")

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from specdec.command.stages import load_command
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, count
+from specdec.files.engine_cache import (
+    FOLDER_NAME,
+    LIMIT_VARIABLE,
+    EngineCache,
+    measure_folder,
+    read_limit,
+)
 from specdec.files.reading import read_json
 from specdec.files.staging import find_existing
 from specdec.methods.budget import read_budget
@@ -21,7 +28,6 @@ from specdec.system import logs
 from specdec.system.cache import find_cache
 from specdec.text.pretrained import load_tokenizer
 
-from .cache import EngineCache, measure_folder
 from .plans import (
     EnginePlan,
     check_decoding,
@@ -49,10 +55,12 @@ def hold_engines(settings: GenerateSettings) -> Iterator[dict[str, Any]]:
     if settings.draft_model_dir is not None:
         plans.append(plan_draft(settings))
     run = list_run_options(settings)
-    with open_cache(settings) as cache, contextlib.ExitStack() as stack:
+    with open_cache(settings) as (cache, max_bytes), contextlib.ExitStack() as stack:
         is_cached = not settings.force and all(cache.has(plan.name) for plan in plans)
         run["apply_chat_template"] = check_prompts(settings, run, [] if is_cached else plans)
         engines = [stack.enter_context(hold_engine(cache, plan, settings)) for plan in plans]
+        if max_bytes is not None:
+            limit_cache(cache, max_bytes)
         run["engine_dir"] = engines[0]
         if "draft_engine_dir" in run:
             run["draft_engine_dir"] = engines[1]
@@ -108,17 +116,34 @@ def check_prompts(
 
 
 @contextlib.contextmanager
-def open_cache(settings: GenerateSettings) -> Iterator[EngineCache]:
-    """Yield the user's cache, or one that is gone afterwards."""
+def open_cache(settings: GenerateSettings) -> Iterator[tuple[EngineCache, float | None]]:
+    """Yield the user's cache and its limit in bytes, or one without that is gone afterwards."""
     folder = None if settings.no_cache else find_cache()
-    if folder is not None and os.access(find_existing(folder / "generate"), os.W_OK):
-        yield EngineCache(folder / "generate")
+    if folder is not None and os.access(find_existing(folder / FOLDER_NAME), os.W_OK):
+        yield EngineCache(folder / FOLDER_NAME), read_limit(folder)
         return
     if not settings.no_cache:
         lack = "there is no home folder" if folder is None else f"{folder} is read-only"
         logger.warning("%s, so the engine is not kept: set SPECDEC_CACHE_DIR", lack)
     with tempfile.TemporaryDirectory(prefix="specdec-generate-") as temporary:
-        yield EngineCache(Path(temporary))
+        yield EngineCache(Path(temporary)), None
+
+
+def limit_cache(cache: EngineCache, max_bytes: float) -> None:
+    """Remove the least recently used engines that are beyond the cache's limit, and say so."""
+    removed_entries, num_left = cache.trim(max_bytes)
+    limit = f"its limit of {max_bytes / 1e9:g} GB ({LIMIT_VARIABLE})"
+    if removed_entries:
+        logger.info(
+            "removed %s of %.1f MB, the least recently used, to keep the cache within %s: %s",
+            count(len(removed_entries), "engine"), sum(e.num_bytes for e in removed_entries) / 1e6,
+            limit, ", ".join(entry.name for entry in removed_entries),
+        )  # fmt: skip
+    if num_left > max_bytes:
+        logger.info(
+            "the engines in use take %.1f MB, and the cache is beyond %s until they are not",
+            num_left / 1e6, limit,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -169,6 +194,7 @@ def clear_cache() -> None:
     folder = find_cache()
     if folder is None:
         raise SpecDecError("there is no home folder, and no cache in it", "set SPECDEC_CACHE_DIR")
-    num_removed, num_bytes, num_used = EngineCache(folder / "generate").clear()
+    removed_entries, num_used = EngineCache(folder / FOLDER_NAME).clear()
     in_use = f"; {num_used} in use are left" if num_used else ""
-    logger.info("%d engines removed, %.1f MB%s", num_removed, num_bytes / 1e6, in_use)
+    size = sum(entry.num_bytes for entry in removed_entries) / 1e6
+    logger.info("%s removed, %.1f MB%s", count(len(removed_entries), "engine"), size, in_use)

@@ -44,6 +44,7 @@ from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, UsageError
 from specdec.files.backends import BACKENDS, TENSORRT, read_backend
+from specdec.files.engine_cache import EngineUse
 from specdec.model.tensors import EMBEDDING
 from specdec.system import logs
 
@@ -78,7 +79,7 @@ class TorchEngine:
         self._read_config()
         tp_size = self.config.checkpoint.model.tp_size
         self.device = choose_device(device, tp_size, devices)
-        self._verification = Verification(folder)
+        self._use, self._verification = EngineUse(folder), Verification(folder)
         self._draft: EngineHandle | None = None
         self.graphs: Graphs | None = None
         self.load_seconds = 0.0
@@ -199,6 +200,7 @@ class TorchEngine:
     def close(self) -> None:
         """End the other ranks, unless another engine uses them, and those of the draft engine."""
         self._keep()
+        self._use.close()
         self._verification.cancel()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:

@@ -19,3 +19,14 @@ def find_cache() -> Path | None:
         return Path.home() / ".cache" / "specdec"
     except RuntimeError:
         return None
+
+
+# Folders of the cache -> what they hold.
+PARTS = {
+    "generate": "engines",
+    "kernels": "compiled kernels",
+    "models": "downloads",
+    "gguf": "tokenizers of GGUF files",
+    "costs": "cost tables",
+    "checked": "records of compared files",
+}

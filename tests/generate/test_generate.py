@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, UsageError
+from specdec.files.engine_cache import EngineCache
 from specdec.generate import pipeline
-from specdec.generate.cache import EngineCache
 from specdec.system import logs
 from tests.conftest import (
     ROOT,
@@ -405,10 +405,12 @@ def test_clearing_spares_what_is_in_use(generate: Generate, tmp_path: Path) -> N
 
     with cache.hold("other", make, force=False) as folder:
         told = call("generate", "--clear-cache").stderr
-        assert "1 engines removed" in told
+        assert "1 engine removed" in told
         assert "1 in use are left" in told
         assert (folder / "file").is_file()
-    assert cache.clear() == (1, 3, 0)
+    removed_entries, num_used = cache.clear()
+    assert [(entry.name, entry.num_bytes) for entry in removed_entries] == [("other", 3)]
+    assert num_used == 0
     assert [path for path in cache.folder.iterdir() if path.is_dir()] == []
 
 
