@@ -102,7 +102,8 @@ def attach_draft(
             " text",
             "leave it out: a chain is drafted",
         )
-    if draft.config.default_method is not None:
+    is_fixed = draft.config.checkpoint.method is not None or draft.config.has_fixed_drafts
+    if is_fixed and draft_build.speculative_decoding_mode is not None:
         problems.add(
             f"the draft engine was built with speculative_decoding_mode"
             f" {draft_build.speculative_decoding_mode}",
