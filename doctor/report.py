@@ -94,7 +94,7 @@ def _format_hardware(report: dict[str, Any]) -> list[str]:
         arithmetic = kernels.get("error") or form.format_map(kernels)
         lines.append(f"  arithmetic of the native kernels: {arithmetic}")
     lines.append(f"  disk: {disk['free_bytes'] / 2**30:.1f} GiB free at {disk['path']}")
-    return lines + (format_cache(report["cache"]) if report["cache"] else [])
+    return lines + (format_cache(report["cache"]) if report.get("cache") else [])
 
 
 def _format_pins(table: dict[str, Any]) -> list[str]:
