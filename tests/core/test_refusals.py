@@ -48,6 +48,11 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("build --output-dir e --emit-triton t --triton-parameters tokenizer_dir=d draft.a=b",
          "--triton-parameters draft.a without --triton-draft-engine-dir", "give the draft engine"),
     ],
+    "specdec.doctor.cli": [
+        ("doctor --clear-cache --engine-dir e",
+         "--clear-cache does nothing else, and --engine-dir was given too",
+         "clear the cache first, then check the engine"),
+    ],
     "specdec.convert.flags": [
         (f"{TARGET} --base-model-checkpoint-dir b",
          "--model-dir and --base-model-checkpoint-dir are both given", ONE),
