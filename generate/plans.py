@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from specdec import __version__
 from specdec.command.stages import load_command
 from specdec.errors import Problems
-from specdec.files.folders import TENSORRT_LLM, TORCH
+from specdec.files.backends import BACKENDS, Backend, choose_default
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
 from specdec.options import get_flags
 from specdec.system import logs
-from specdec.trtllm.environment import is_importable, list_gpus
 
 from .settings import DRAFTER_FOLDERS, GenerateSettings
 from .sources import describe_model, describe_tool, name_entry
@@ -60,7 +59,7 @@ class EnginePlan:
             "models": [describe_model(name) for name in self.models],
             "convert": list_changes("convert", self.convert),
             "build": list_changes("build", self.build)
-            | {"backend": choose_backend(self.build["backend"])},
+            | {"backend": choose_backend(self.build["backend"]).name},
             "tool": describe_tool(),
         }
 
@@ -68,23 +67,16 @@ class EnginePlan:
 def plan_target(settings: GenerateSettings) -> EnginePlan:
     """Plan the engine that is run."""
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    if has_fixed_drafts(settings.backend):
+    if choose_backend(settings.backend).has_fixed_drafts:
         build |= plan_drafts(settings)
     if settings.draft_model_dir is not None:
         build |= AS_IT_IS
     return EnginePlan(convert=settings.list_stage("convert"), build=build)
 
 
-def choose_backend(name: str) -> str:
+def choose_backend(name: str) -> Backend:
     """Return the backend that builds, which `auto` leaves to the machine."""
-    if name != "auto":
-        return name
-    return TENSORRT_LLM if is_importable("tensorrt_llm") and list_gpus()[0] else TORCH
-
-
-def has_fixed_drafts(backend: str) -> bool:
-    """Return whether engines of a backend take the drafts alone that they were built for."""
-    return choose_backend(backend) != TORCH
+    return choose_default() if name == "auto" else BACKENDS[name]
 
 
 def list_changes(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +151,8 @@ def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
         return None
     return EngineConfig(
         version=__version__, checkpoint=checkpoint, build=limits, build_id="", prepack=False,
-        kernels=None, vocabulary=vocabulary, has_fixed_drafts=has_fixed_drafts(settings.backend),
+        kernels=None, vocabulary=vocabulary,
+        has_fixed_drafts=choose_backend(settings.backend).has_fixed_drafts,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.checkpoint.inventory import describe_quantized, find_rank_files
 from specdec.errors import Problems, SpecDecError, shorten
-from specdec.files.backends import TORCH, name_backend, refuse_config
+from specdec.files.backends import BACKENDS, TORCH, name_backend, refuse_config
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
@@ -232,7 +232,7 @@ def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
         checkpoint=checkpoint,
         build=build,
         vocabulary=read_recorded(folder),
-        has_fixed_drafts=backend != TORCH,
+        has_fixed_drafts=BACKENDS[backend].has_fixed_drafts,
         **dict[str, Any]((name, options.get(name)) for name in OPTIONS),
     )
 

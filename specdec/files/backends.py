@@ -37,7 +37,8 @@ class Backend:
     builder: program that options of other names than specdec-build's are passed on to.
     leaves_name_out: its engine folders' config.json may name no backend. is_separate: a product of
     its own, of which nobody reads a word who has not installed it and did not ask for it. runners:
-    what runs its engines in the place of `Engine`, where that cannot.
+    what runs its engines in the place of `Engine`, where that cannot. has_fixed_drafts: its engines
+    take drafts of no other method or length than they were built for.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Backend:
     leaves_name_out: bool = False
     is_separate: bool = False
     runners: str | None = None
+    has_fixed_drafts: bool = False
 
     def load(self, kind: str) -> Any:
         """Import the module of a kind, a key of `ENTRIES`."""
@@ -92,6 +94,7 @@ BACKENDS: dict[str, Backend] = {
                 "support": "specdec.trt.support",
             },
             build_fields=("compute_capability",),
+            has_fixed_drafts=True,
         ),
         Backend(
             name=TENSORRT_LLM,
@@ -110,6 +113,7 @@ BACKENDS: dict[str, Backend] = {
             ),
             builder="trtllm-build",
             leaves_name_out=True,
+            has_fixed_drafts=True,
             is_separate=True,
             runners="run it with specdec-run, serve it with trtllm-serve or Triton"
             " (docs/triton.md)",
