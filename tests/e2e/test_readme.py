@@ -120,7 +120,7 @@ def test_the_contents_have_the_measured_figures(name: str) -> None:
 def test_every_method_says_what_it_costs(name: str) -> None:
     """With rows of the same report; drafters that do not ship are in a table of another one's."""
     page = (ROOT / f"docs/methods/{name}.md").read_text()
-    section = page.split("\n## What it costs, and when to choose it\n")[1].split("\n## ")[0]
+    section = page.split("\n## Costs, and when to choose the method\n")[1].split("\n## ")[0]
     own, *others = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     check_costs(own, read_measured())
     for other in others:
