@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from specdec.command.stages import show_report, stage_command
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 def command(settings: ConvertSettings) -> None:
     """Turn a Hugging Face model, and its drafter, into a checkpoint folder."""
     from .pipeline import convert_model
-    from .report import format_report
+    from .report import format_report, tells_backends
 
-    show_report(convert_model(settings), settings, format_report if settings.dry_run else None)
+    is_told = tells_backends(settings)
+    format_plan = functools.partial(format_report, tells_backends=is_told)
+    show_report(convert_model(settings), settings, format_plan if settings.dry_run else None)
 
 
 def foresee(settings: ConvertSettings) -> tuple[CheckpointConfig, dict[str, Any] | None]:

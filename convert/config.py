@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import SpecDecError
 from specdec.model.architectures import ARCHITECTURES, KEY, list_flags
 from specdec.model.config import ModelConfig
 from specdec.model.experts import describe_experts, name_shared, parse_experts
 from specdec.trtllm.facts import DEFAULT_LABEL, load_facts
+from specdec.trtllm.lacks import find_layout_problems
 
 if TYPE_CHECKING:
     from .families.base import Family
@@ -117,6 +119,12 @@ def _check_architecture(architecture: str, version: str) -> None:
             f"TensorRT-LLM {version} has no {architecture}",
             "leave --trtllm-version out: the checkpoint is then for the torch backend",
         )
+
+
+def refuse_layout(checkpoint: CheckpointConfig, version: str) -> None:
+    """Raise SpecDecError where a line that was asked for cannot load the checkpoint's matrices."""
+    if version != DEFAULT_LABEL:
+        find_layout_problems(version, checkpoint.quantization, checkpoint.model).raise_all()
 
 
 def adapt_config(config: Mapping[str, Any], version: str) -> dict[str, Any]:

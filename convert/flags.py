@@ -131,8 +131,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "use --tp-size, or leave --pp-size out",
     ),
     (
-        lambda s: s.use_embedding_sharing and s.trtllm_version != "0.14",
-        "--use-embedding-sharing is not for --trtllm-version {trtllm_version}: since 0.16,"
+        lambda s: s.use_embedding_sharing and s.line != "0.14" and s.line,
+        "--use-embedding-sharing is not for --trtllm-version {found}: since 0.16,"
         " TensorRT-LLM itself shares a head that equals the embedding",
         "leave it out, or convert for 0.14",
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,16 +25,16 @@ from specdec.files.staging import (
 )
 from specdec.methods import place_drafter
 from specdec.system import logs
-from specdec.trtllm.facts import DEFAULT_LABEL
-from specdec.trtllm.lacks import find_layout_problems
 
 from . import stream
+from .config import refuse_layout
 from .drafter import fetch_drafter, plan_drafter
+from .families.base import BACKEND_NOTES
 from .flags import check_flags
 from .methods import FOLDERS, find_folder
 from .origin import find_other_base
 from .plan import ConversionPlan, merge_ranks
-from .report import count_workers, describe_plan, describe_ranks
+from .report import count_workers, describe_plan, describe_ranks, tells_backends
 from .settings import ConvertSettings
 from .target import MTP_FOLDER, plan_checkpoint, plan_target
 
@@ -44,7 +46,9 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     start_time = time.monotonic()
     settings = complete_settings(settings)
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
-    plan = make_plan(settings)
+    is_told = tells_backends(settings)
+    with contextlib.nullcontext() if is_told else logs.hush(BACKEND_NOTES, logging.ERROR):
+        plan = make_plan(settings)
     states = stream.get_states(plan)
     report = describe_plan(plan, settings)
     check_free_space(settings.output_dir, report["total_bytes"], "the checkpoint takes")
@@ -102,7 +106,7 @@ def log_checkpoint(
         name_final(settings.output_dir), report["architecture"], dtype, weights,
         describe_ranks(report), report["num_tensors"], report["total_bytes"] / 1e6, seconds,
     )  # fmt: skip
-    if report["lack"] is not None:
+    if report["lack"] is not None and tells_backends(settings):
         takers = "other runtimes"
         if "torch" in report["backends"]:
             takers = "specdec's own backends, torch and (not every model) tensorrt"
@@ -150,10 +154,7 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
     checkpoint = parse_checkpoint_config(
         config | {"share_embedding_table": target.model.share_embedding_table}
     )
-    if settings.trtllm_version != DEFAULT_LABEL:  # which was not asked for: see list_backends
-        find_layout_problems(
-            settings.trtllm_version, checkpoint.quantization, checkpoint.model
-        ).raise_all()
+    refuse_layout(checkpoint, settings.line)
     return ConversionPlan(
         config=config, checkpoint=checkpoint, dtype=target.model.dtype, ranks=tuple(ranks),
         source_files=tuple(files), vocabulary=target.vocabulary, origin=origin,

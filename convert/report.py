@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.checkpoint.config import CheckpointConfig
+from specdec.errors import Problems
+from specdec.files.backends import BACKENDS, list_worth_telling
 from specdec.files.tensor_file import measure_tensor_file
-from specdec.model.quantization import EXECUTED
 from specdec.system.threads import count_usable_cores
-from specdec.trtllm.lacks import find_lack, find_layout_problems
 
 from . import stream
 from .plan import ConversionPlan, get_infos
@@ -43,10 +43,9 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     total = sum(int(str(file["bytes"])) for file in files)
     checkpoint = plan.checkpoint
     model = checkpoint.model
-    label = settings.trtllm_version
-    lacks = [find_lack(label, plan.config, model.architecture)]
-    lacks += find_layout_problems(label, checkpoint.quantization, model)
-    lack = next(filter(None, lacks), None)
+    problems = find_backend_problems(checkpoint, settings.line)
+    lacks = [fact for name, facts in problems.items() for fact, _ in facts or ()
+             if BACKENDS[name].is_separate]  # fmt: skip
     summary: dict[str, Any] = {
         name: getattr(model, name)
         for name in (
@@ -61,9 +60,9 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
         "output_dir": str(settings.output_dir),
         "architecture": plan.config["architecture"],
         "method": checkpoint.method.name if checkpoint.method else "plain",
-        "trtllm_version": settings.trtllm_version,
-        "backends": list_backends(checkpoint, is_lacking=lack is not None),
-        "lack": lack[0] if lack is not None else None,
+        "trtllm_version": settings.line,
+        "backends": [name for name, facts in problems.items() if facts == []],
+        "lack": lacks[0] if lacks else None,
         "dtype": plan.dtype,
         "quant_algo": checkpoint.quantization.quant_algo,
         "kv_cache_quant_algo": checkpoint.quantization.kv_cache_quant_algo,
@@ -78,25 +77,39 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     }
 
 
-def list_backends(checkpoint: CheckpointConfig, *, is_lacking: bool) -> list[str]:
-    """Return the backends of specdec-build that take a checkpoint; tensorrt's build decides itself.
+def find_backend_problems(checkpoint: CheckpointConfig, line: str) -> dict[str, Problems | None]:
+    """Find why each backend of specdec-build does not take a checkpoint; None where its build says.
 
-    is_lacking: TensorRT-LLM has no class for the checkpoint, or does not load its matrices.
+    line: whose names the checkpoint has.
     """
-    is_executed = checkpoint.quantization.quant_algo in EXECUTED
-    backends = ["torch"] if checkpoint.model.pp_size == 1 and is_executed else []
-    return backends if is_lacking else [*backends, "tensorrt-llm"]
+    return {
+        name: backend.load("support").find_checkpoint_problems(checkpoint, line)
+        for name, backend in BACKENDS.items()
+    }
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """Return a dry run's plan as lines of text."""
+def tells_backends(settings: ConvertSettings) -> bool:
+    """Return whether separate backends are spoken of: one is asked for, or installed here."""
+    told_backends = list_worth_telling(is_asked=settings.trtllm_version is not None)
+    return any(backend.is_separate for backend in told_backends)
+
+
+def format_report(report: dict[str, Any], *, tells_backends: bool) -> str:
+    """Return a dry run's plan as lines of text.
+
+    tells_backends: of `tells_backends`; else only backends are named that are always here.
+    """
     algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
     quantized = "".join(f", {use} {name}" for use, name in algorithms.items() if name)
+    separate = [each.title for each in BACKENDS.values() if each.is_separate and tells_backends]
+    line = f" for {separate[0]} {report['trtllm_version']}" if separate else ""
+    backends = [
+        name for name in report["backends"] if tells_backends or not BACKENDS[name].is_separate
+    ]
     lines = [
-        f"{report['architecture']} ({report['method']}) for TensorRT-LLM"
-        f" {report['trtllm_version']} -> {report['output_dir']}",
-        f"backends that take it: {', '.join(report['backends'])}"
-        + (f" ({report['lack']})" if report["lack"] else ""),
+        f"{report['architecture']} ({report['method']}){line} -> {report['output_dir']}",
+        f"backends that take it: {', '.join(backends) or 'none of this machine'}"
+        + (f" ({report['lack']})" if report["lack"] and tells_backends else ""),
         f"dtype {report['dtype']}{quantized}, {describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from specdec.methods import list_modes, list_options
 from specdec.model.bounds import MAX_RANKS
 from specdec.options import add_options, option_group, setting
+from specdec.trtllm.facts import DEFAULT_LABEL, LABELS
 
 MODELS = option_group("Models")
 CHECKPOINT = option_group("Checkpoint")
@@ -84,10 +85,10 @@ class ConvertSettings:
     use_embedding_sharing: bool = EMBEDDING(
         False, help="Store a tied head and embedding once; only with --trtllm-version 0.14."
     )
-    trtllm_version: str = CHECKPOINT(
-        "1.2", choices=("1.2", "0.14"),
-        help="TensorRT-LLM version that the checkpoint is for.",
-    )  # fmt: skip
+    trtllm_version: str | None = CHECKPOINT(
+        choices=LABELS,
+        help="TensorRT-LLM version that the checkpoint is for; its names are 1.2's if not given.",
+    )
     quantization: str | None = QUANTIZATION(
         choices=("fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"),
         elsewhere={
@@ -138,3 +139,8 @@ class ConvertSettings:
     dry_run: bool = setting(False, help="Check everything and print the plan; write nothing.")
     force: bool = setting(False, help="Replace an existing output folder.")
     json: bool = setting(False, help="Print one JSON object on stdout.")
+
+    @property
+    def line(self) -> str:
+        """Return the line of TensorRT-LLM whose names and keys the checkpoint has."""
+        return self.trtllm_version or DEFAULT_LABEL

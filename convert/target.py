@@ -114,7 +114,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     opened = open_target(settings)
     model, is_tied = read_model(settings, opened)
     tensors = map_tensors(settings, opened, model, problems, is_tied=is_tied)
-    config = checkpoint_config.describe_target(model, opened.family, settings.trtllm_version)
+    config = checkpoint_config.describe_target(model, opened.family, settings.line)
     weights = PLANNERS[opened.form](settings, opened, tensors)
     if weights.section:
         config["quantization"] = {**config["quantization"], **weights.section}
@@ -229,7 +229,7 @@ def read_model(settings: ConvertSettings, opened: OpenedTarget) -> tuple[ModelCo
         share_embedding_table=settings.use_embedding_sharing,
         moe_tp_size=settings.moe_tp_size,
         moe_ep_size=settings.moe_ep_size,
-        trtllm_version=settings.trtllm_version,
+        trtllm_version=settings.line,
     )
     model, is_tied = opened.family.read_model(opened.folder, layout)
     if opened.form is WeightForm.BLOCKS and is_tied and model.pp_size == 1:
@@ -339,7 +339,7 @@ def _plan_stored(
 ) -> PlannedWeights:
     """Plan the quantized matrices that the folder has, as they are stored."""
     assert opened.stored is not None
-    kv_scales = name_kv_scales(settings.trtllm_version)
+    kv_scales = name_kv_scales(settings.line)
     ranks, section = packed.plan_held(tensors, opened.stored, kv_scales)
     return PlannedWeights(ranks=ranks, plain_ranks=ranks, section=section)
 
@@ -437,7 +437,7 @@ def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> PlannedTar
             f" {sharding_dim}",
             "leave the options out, or convert the target again with them",
         )
-    if folder.is_head_quantized and settings.trtllm_version == "0.14":
+    if folder.is_head_quantized and settings.line == "0.14":
         raise SpecDecError(
             f"{folder.path} has a quantized lm_head, which TensorRT-LLM 0.14 cannot load",
             "convert for 1.2, or quantize the target again without its head",
@@ -445,7 +445,7 @@ def plan_checkpoint(settings: ConvertSettings, problems: Problems) -> PlannedTar
     ranks = folder.plan(problems)
     return PlannedTarget(
         model=model,
-        config=checkpoint_config.adapt_config(folder.config, settings.trtllm_version),
+        config=checkpoint_config.adapt_config(folder.config, settings.line),
         ranks=ranks,
         plain_ranks=ranks,
         files=folder.files,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +24,11 @@ from specdec.files.backends import BACKENDS, ENTRIES, Backend, choose_default, f
 from specdec.files.reading import write_json
 from specdec.run.pipeline import run_engine
 from specdec.run.settings import RunSettings
+from tests.blocks import write_gguf
+from tests.conftest import make_llama, make_tokenizer
+from tests.engines import run_cli_here
+from tests.families import make_family_model
+from tests.trtllm.double import install_double
 
 FOREIGN = "toy"
 
@@ -124,3 +132,60 @@ def test_what_one_backend_takes_is_refused_by_another(toy: Backend, tmp_path: Pa
     with pytest.raises(UsageError, match="--wheels is a flag of toy-build"):
         choose_backend(BuildSettings(backend="torch", unknown_options=wheels, **folders))
     choose_backend(BuildSettings(unknown_options=wheels, **folders))
+
+
+KINDS = {"token_embd": 8, "attn_q": 8, "attn_k": 8, "attn_v": 12, "attn_output": 2,
+         "ffn_gate": 12, "ffn_up": 2, "ffn_down": 14}  # fmt: skip
+WORDS = re.compile(r"tensorrt.?llm|trtllm", re.IGNORECASE)
+
+
+def write_model(kind: str, parent: Path) -> Path:
+    """A model that a separate backend has, and others that it lacks in several ways."""
+    if kind == "llama":
+        return make_llama(parent)
+    if kind == "blocks":
+        parent.mkdir(exist_ok=True)
+        return write_gguf(parent / "model.gguf", KINDS)
+    family, _, field = kind.partition(" ")
+    folder = make_family_model(parent, family, vocab=128)
+    if field:
+        config = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", config | {field: "gelu" if "act" in field else True})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "blocks", "smollm3", "opt activation_function"])
+def test_nobody_reads_of_a_backend_that_is_not_here(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default options, nothing is said of it: by convert, by build, by run, by generate."""
+    monkeypatch.setenv("CXX", "none")
+    model = write_model(kind, tmp_path / "model")
+    tokenizer = make_tokenizer(make_llama(tmp_path / "tokenizer"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [1, 2, 3], "max_output_len": 2}\n')
+    checkpoint, engine = tmp_path / "checkpoint", tmp_path / "engine"
+    made = ("convert", "--model-dir", model, "--output-dir", checkpoint)
+    built = ("build", "--checkpoint-dir", checkpoint, "--output-dir", engine)
+    run = ("run", "--engine-dir", engine, "--input-file", prompts, "--json")
+    generated = ("generate", "--model-dir", model, "--tokenizer-dir", tokenizer, "--no-cache",
+                 "--input-file", prompts, "--json")  # fmt: skip
+    for words in ((*made, "--dry-run"), made, (*built, "--dry-run"), built, run, generated):
+        done = run_cli_here(*words)
+        assert done.returncode == 0, done.stderr
+        lines = (done.stdout + done.stderr).replace(str(tmp_path), "").splitlines()
+        assert [line for line in lines if WORDS.search(line)] == []
+
+
+@pytest.mark.parametrize("flags", [("--trtllm-version", "1.2"), ()])
+def test_a_backend_is_told_of_where_it_is_asked_for_or_installed(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not flags:
+        site = install_double(tmp_path / "double", "1.2")["PYTHONPATH"].split(os.pathsep)[0]
+        monkeypatch.syspath_prepend(site)
+    model = write_model("blocks", tmp_path / "model")
+    words = ("convert", "--model-dir", model, "--output-dir", tmp_path / "checkpoint", *flags)
+    fact = "TensorRT-LLM 1.2 cannot load GGUF checkpoints"
+    assert f"backends that take it: torch ({fact}" in run_cli_here(*words, "--dry-run").stdout
+    assert f"{fact}: that format is not its own: this checkpoint is" in run_cli_here(*words).stderr

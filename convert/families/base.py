@@ -25,7 +25,10 @@ from specdec.trtllm.facts import DEFAULT_LABEL
 from ..hf import HfFolder
 from ..plan import SourceRows, are_equal
 
+# Notes about what runs a checkpoint elsewhere: who did not ask for it does not read them.
+BACKEND_NOTES = "specdec.convert.backends"
 logger = logs.get_logger(__name__)
+backend_logger = logs.get_logger(BACKEND_NOTES)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Tensors that every loader computes again.
@@ -179,7 +182,7 @@ class Family:
             )
             return dataclasses.replace(layout, share_embedding_table=False)
         if layout.tp_size > 1 and not layout.use_parallel_embedding:
-            logger.warning(
+            backend_logger.warning(
                 "%s: every rank holds the whole shared table, of which a TensorRT-LLM rank's head"
                 " takes a part; with --use-parallel-embedding it holds that part",
                 folder.path,
@@ -485,7 +488,7 @@ def read_plain_heads(
 def name_activation(reader: ConfigReader, value: str) -> str:
     """Return TensorRT-LLM's name of a plain MLP's activation; warn where it computes another."""
     if value == "gelu":
-        logger.warning(
+        backend_logger.warning(
             "%s: activation gelu is the exact one; TensorRT-LLM computes its tanh form under this"
             " name, which differs by up to 5e-4",
             reader.path,

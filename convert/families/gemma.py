@@ -20,9 +20,9 @@ from .base import (
     FieldReader,
     Layout,
     add_keys,
+    backend_logger,
     decoder,
     get_window,
-    logger,
     read_windows,
     refuse_unless,
 )
@@ -160,7 +160,7 @@ def describe3(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
     full_layers = [number for number, kind in enumerate(types, 1) if kind == FULL]
     pattern = min(full_layers, default=len(types) + 1)
     if full_layers != list(range(pattern, len(types) + 1, pattern)):
-        logger.warning(
+        backend_logger.warning(
             "layer_types %s has no period: TensorRT-LLM would run other layers with the window;"
             " this checkpoint is for the torch backend",
             ", ".join(types),

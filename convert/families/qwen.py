@@ -19,9 +19,9 @@ from .base import (
     Family,
     Layout,
     add_keys,
+    backend_logger,
     decoder,
     get_window,
-    logger,
     read_experts,
     read_windows,
     refuse_layer_types,
@@ -128,7 +128,7 @@ def read_bias(reader: ConfigReader, *_: Any) -> dict[str, Any]:
     """Read whether attention has biases; warn where it has, which TensorRT-LLM ignores."""
     has_bias = reader.get_bool("attention_bias", False)
     if has_bias:
-        logger.warning(
+        backend_logger.warning(
             "%s: attention_bias is true; TensorRT-LLM has Qwen3 without biases, so the checkpoint"
             " is for the torch backend",
             reader.path,

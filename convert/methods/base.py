@@ -74,7 +74,7 @@ class DrafterConverter:
         The checkpoint then gets the method's own architecture. Raises SpecDecError where a line
         without was asked for; the default one is not.
         """
-        method, version = self.METHOD, self.settings.trtllm_version
+        method, version = self.METHOD, self.settings.line
         pair = find_pair(version, method.name, target)
         if pair is None and version != DEFAULT_LABEL:
             raise SpecDecError(

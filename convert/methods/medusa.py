@@ -186,7 +186,7 @@ class MedusaConverter(DrafterConverter):
             combined = dict(config) | {"base_architecture": target}
         else:
             architecture, combined = pair[1], _drop_defaults(config)
-            if self.settings.trtllm_version != "0.14":
+            if self.settings.line != "0.14":
                 combined |= {"base_architecture": target, "model_type": MODEL_TYPES_1X[target]}
         combined |= {"architecture": architecture, **self.params.to_checkpoint()}
         modules = list_modules(self.params)

@@ -146,7 +146,7 @@ class ReDrafterConverter(DrafterConverter):
         base, architecture = pair or (target, *METHOD.own_architectures)
         combined = dict(config)
         if (
-            self.settings.trtllm_version == "0.14"
+            self.settings.line == "0.14"
         ):  # whose ReDrafter config knows no more than these by default
             combined = drop_default_keys(combined, PLAIN_DEFAULTS)
         combined |= {

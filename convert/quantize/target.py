@@ -45,7 +45,7 @@ def quantize_target(
     find_problems(format_, linears, model, group_size).raise_all()
     one_rank = dataclasses.replace(model, tp_size=1, pp_size=1)
     (whole,) = target.plan(linears, model=one_rank, ignored=("*",))
-    kv_scales = name_kv_scales(settings.trtllm_version) if settings.kv_cache_dtype else ()
+    kv_scales = name_kv_scales(settings.line) if settings.kv_cache_dtype else ()
     calls: dict[str, Any] = {"calibrate": lambda watches: calibration.Observations({})}
     if settings.calibration_data is not None:
         calls = _prepare_calibration(settings, target.folder, model, format_)

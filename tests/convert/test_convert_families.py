@@ -211,7 +211,7 @@ def test_a_line_without_the_architecture_is_refused(
     assert error.message == f"TensorRT-LLM 0.14 has no {name}"
     assert "leave --trtllm-version out" in error.hint
     log.set_level(logging.INFO)
-    convert(model_dir=make(family))
+    convert(model_dir=make(family), trtllm_version="1.2")
     said = f"TensorRT-LLM 1.2 has no {name}: this checkpoint is for specdec's own backends"
     assert (said in log.text) == (family in OWN)
     for label in LABELS if family in OWN else ["0.14"]:
@@ -830,7 +830,7 @@ def test_activations(
     convert: Converter, log: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """TensorRT-LLM's names; where it computes the tanh form of an exact gelu, a warning says so."""
-    convert(model_dir=copy_model(make(family), tmp_path, **{field: value}))
+    convert(model_dir=copy_model(make(family), tmp_path, **{field: value}), trtllm_version="1.2")
     assert read_config(convert.output)["hidden_act"] == expected
     is_other = value == "gelu" and family != "gemma"
     assert ("TensorRT-LLM computes its tanh form" in log.text) == is_other
@@ -1007,7 +1007,7 @@ def test_a_drafter_that_tensorrt_llm_has_no_class_for(
     log.set_level(logging.INFO)
     drafter = make_folder(tmp_path, vocab=67, **sizes)
     fact = f"has no {title} for PhiForCausalLM" if title != "EAGLE-3" else "has no EAGLE-3"
-    convert(model_dir=make("phi"), **{option: str(drafter)})
+    convert(model_dir=make("phi"), **{option: str(drafter)}, trtllm_version="1.2")
     assert convert.report["backends"] == ["torch"]
     assert convert.report["lack"] == f"TensorRT-LLM 1.2 {fact}"
     assert log.text.count(f"1.2 {fact}: this checkpoint is for specdec's own backends") == 1

@@ -233,7 +233,9 @@ def test_dry_run_tells_the_sizes_and_writes_nothing(
         size = (convert.output / f"rank{rank}.safetensors").stat().st_size
         assert f"write rank{rank}.safetensors" in done.stdout
         assert f"{size:,} bytes" in done.stdout
-    assert "LlamaForCausalLM (plain) for TensorRT-LLM 1.2" in done.stdout
+    assert "LlamaForCausalLM (plain) -> " in done.stdout
+    done = run_cli_here(*words, "--dry-run", "--force", "--trtllm-version", "1.2")
+    assert "LlamaForCausalLM (plain) for TensorRT-LLM 1.2 -> " in done.stdout
     assert report["total_bytes"] == 2 * size
 
 
