@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from specdec.command.settings import require
+from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError, suggest
-from specdec.options import option_group, setting
+from specdec.options import like, option_group, setting
 from specdec.system.http_client import SERVER_KEY_VARIABLE, check_url
 
 SERVER = option_group("Server")
@@ -46,9 +47,7 @@ class AuditSettings:
     tokenizer_dir: str | None = REFERENCE(
         metavar="DIR", help="Tokenizer of --reference-engine; the one it holds if not given."
     )
-    device: str = REFERENCE(
-        "auto", choices=("auto", "cpu", "cuda"), help="Device of --reference-engine."
-    )
+    device: str = like(DecodeSettings, "device", "Device of --reference-engine.", group="Reference")
     metrics_url: str | None = SERVER(
         metavar="URL", help="The server's counters; /metrics beside /v1 if not given."
     )

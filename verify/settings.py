@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specdec.command.settings import require
+from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
 from specdec.methods.draft_target import DraftTargetDraft
 from specdec.options import (
     Contradiction,
     add_options,
+    like,
     list_given,
     name_flag,
     option_group,
@@ -77,8 +79,8 @@ class VerifySettings:
     random_seed: int = SAMPLING(
         0, minimum=0, metavar="S", help="With --sampling: seed of the first sample."
     )
-    device: str = ENGINE_TEXT(
-        "auto", choices=("auto", "cpu", "cuda"), help="Device for the engine and the model."
+    device: str = like(
+        DecodeSettings, "device", "Device for the engine and the model.", group="An engine's text"
     )
     json: bool = setting(False, help="Print one JSON object on stdout.")
 

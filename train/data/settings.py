@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from specdec.options import option_group, setting
+from specdec.decode.settings import DecodeSettings
+from specdec.options import like, option_group, setting
 
 DATA = option_group("Data")
 SERVER_TARGET = option_group("A server of the target")
@@ -39,8 +40,8 @@ class DataSettings:
         help="With --engine-dir: folder or Hub id of the tokenizer, where the engine holds none.",
         metavar="DIR",
     )
-    device: str = ENGINE(
-        "auto", choices=("auto", "cpu", "cuda"), help="With --engine-dir: device to run on."
+    device: str = like(
+        DecodeSettings, "device", "With --engine-dir: device to run on.", group="Or its engine"
     )
     completion: bool = DATA(
         False, help="Continue each prompt as plain text; otherwise it is a user's turn in a chat."
