@@ -62,7 +62,7 @@ class Grid:
 
     curves: tuple[tuple[int, Curve], ...]  # by requests, fewest first
 
-    def estimate(self, num_rows: int, sizes: Array) -> Array:
+    def estimate(self, num_rows: float, sizes: Array) -> Array:
         """Return the seconds of each of some sizes."""
         above = bisect.bisect_left(self.curves, num_rows, key=lambda curve: curve[0])
         if above == len(self.curves):
@@ -116,7 +116,7 @@ class CostTable:
         seconds = self.steps.estimate(1, sizes)
         return seconds if self.prompts is None else np.asarray(self.prompts.estimate(sizes))
 
-    def estimate_draft(self, num_rows: int, num_levels: float, drafter: int = 0) -> float:
+    def estimate_draft(self, num_rows: float, num_levels: float, drafter: int = 0) -> float:
         """Return the seconds of a draft of so many levels for so many requests."""
         return float(self.drafts[drafter].estimate(num_rows, np.array([num_levels]))[0])
 

@@ -141,10 +141,10 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
 def test_reading_prompts_is_no_price_of_a_draft() -> None:
     """It has an account of its own."""
     pace = Pace(4, make_costs(reading=0.001))
-    assert not pace.plan([2] * 4, 0, 2000), "more than can be won"
+    assert not pace.plan([2] * 4, 0, [2000]), "more than can be won"
     for _ in range(REST_STEPS - 1):
-        pace.plan([2] * 4, 0, 2000)
-    assert pace.plan([100] * 4, 0, 2000)
+        pace.plan([2] * 4, 0, [2000])
+    assert pace.plan([100] * 4, 0, [2000])
     assert pace.max_read is not None
     assert pace.max_read >= FIRST_PIECE
     record(pace, 1, [1] * 4, num_read=1000)
@@ -183,7 +183,7 @@ def count_trials(num_unread: int) -> tuple[int, float]:
     )
     for at in range(num_steps):
         unread = num_unread if at > 100 else 0
-        if pace.plan([1000], 0, unread):
+        if pace.plan([1000], 0, [unread]):
             size = 1 + pace.choose(np.full((1, 4), 0.05))
             trials, lost = trials + 1, lost + 0.3 + 0.002 * unread + FLAT(size) - FLAT(1)
             record(pace, size, [1], num_read=unread)

@@ -22,6 +22,7 @@ USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, onc
 PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
 PRIOR_DRAFTS = 10.0  # drafts that its record counts as
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
+SHARE_STEPS, LEVEL_STEPS = 8, 4  # that the means of a drafter's share and levels are over
 SURE = 0.999  # the most that is believed of a token
 MOST_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
 NUM_CELLS = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
@@ -145,12 +146,14 @@ def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list
 
 
 class DrafterValue:
-    """Tokens that the drafts of one drafter of a chain promise a request.
+    """Tokens that the drafts of one drafter of a chain promise a request, and how it is used.
 
     What was not tried for long is believed to be as at first, so that it is tried again.
+    num_levels: of its drafts, a mean. share: of a step's requests, those that it is asked for.
     """
 
     def __init__(self, max_depth: int) -> None:
+        self.max_depth, self.num_levels, self.share = max_depth, float(min(2, max_depth)), 1.0
         self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
         self._sum = self._weight = 0.0
 
@@ -159,6 +162,12 @@ class DrafterValue:
         self._sum, self._weight = LONG_KEEP * self._sum, LONG_KEEP * self._weight
         self._sum += sum(gains)
         self._weight += len(gains)
+
+    def ask(self, share: float, num_levels: int | None) -> None:
+        """Take a step that asks it for a share of its requests; None levels where for none."""
+        self.share += (share - self.share) / SHARE_STEPS
+        if num_levels is not None:
+            self.num_levels += (num_levels - self.num_levels) / LEVEL_STEPS
 
     @property
     def gain(self) -> float:

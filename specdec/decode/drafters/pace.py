@@ -93,15 +93,13 @@ class Pace:
         self.max_tokens, self.is_whole, self.is_planned = max_tokens, is_whole, is_planned
         self.costs, self.account = costs, Account()
         self.calibration = Calibration(record, recorded)
-        self.drafters = [DrafterValue(depth) for depth in max_depths]
+        self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
+        self.left_out: frozenset[int] = frozenset()  # drafters that have too much to read first
         self.promise = Promise(max_tokens, is_chain=is_planned, record=record)
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
         self.is_brief = False  # whether they have one level, since more might lose too much
-        self._depth = max(max_depths, default=max_tokens)  # levels at most
-        self._num_levels = float(min(2, self._depth))  # a mean
-        self._chain_seconds = 0.0  # that the drafts of a chain take, a mean
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
         self._seconds = [0.0]  # of a step by nodes a row, by the newest plan
         self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
@@ -119,13 +117,13 @@ class Pace:
         self._rest = 0
 
     def plan(
-        self, remaining: Sequence[int], num_prompt_tokens: int = 0, num_unread: int = 0,
+        self, remaining: Sequence[int], num_prompt_tokens: int = 0, unread: Sequence[int] = (0,),
         num_positions: int = 0,
     ) -> bool:  # fmt: skip
         """Return whether to draft.
 
         remaining: tokens that each request of the step may still emit. num_prompt_tokens: those of
-        prompts that it reads, too. num_unread: those that the drafter has to read before it drafts.
+        prompts that it reads, too. unread: tokens that each drafter has to read before it drafts.
         num_positions: that the requests have in the cache.
         """
         num_rows = len(remaining)
@@ -135,18 +133,31 @@ class Pace:
         self.skip(num_rows, num_prompt_tokens)
         if max(remaining) <= 1 or not self.max_tokens:
             return False
-        if is_kept and num_unread <= FEW_UNREAD:
+        if is_kept and self.list_readers(unread) <= self.left_out:
             return True
         self.learn()
+        self.left_out = frozenset()
         draft = self._price(num_positions)
         ahead = min(max(remaining), HORIZON) * self._seconds[0]
+        if not self._may_all_read(unread, ahead):
+            self.left_out = self.list_readers(unread)
+            draft = self._price(num_positions)
+        self._decide(draft, self._count_unread(unread), ahead)
+        return self.drafts_on
+
+    def _decide(self, draft: Array, num_unread: int, ahead: float) -> None:
+        """Decide whether to draft, and for how many steps that holds.
+
+        draft: seconds of drafts, [sizes]. ahead: seconds of plain decoding to come.
+        """
+        plain = self._seconds[0]
         self.is_trial = self._gain <= LEAST_GAIN or not self._repays_reading(num_unread, ahead)
         limit = self.account.find_limit(ahead)
         if not self.account.spent:
             self.account.for_trials = limit
         size, price = self._choose_draft(draft, limit)
         self._allowance = limit - price
-        plain, verify = self._seconds[0], self._seconds[size]
+        verify = self._seconds[size]
         may_lose = verify - plain <= self._allowance and self._may_read(num_unread, ahead)
         brings = float(self.promise.gains[-1 if self.is_whole else size - 1])
         expected = price + verify - plain * (1 + brings)
@@ -160,7 +171,6 @@ class Pace:
             self._rest = self._count_rest(expected)
         elif not self.is_trial and KEPT_STEPS * (price + self._seconds[-1]) < limit:
             self._rest = KEPT_STEPS
-        return self.drafts_on
 
     def _price(self, num_positions: int) -> Array:
         """Find the seconds of steps, and the best tokens per second; return those of drafts.
@@ -173,8 +183,7 @@ class Pace:
             rows, np.array([1, *(sizes + 1)]), self._num_prompt_tokens, num_positions
         )
         self._seconds = seconds.tolist()
-        levels = sizes if self.is_planned else [self._num_levels] * len(sizes)
-        draft = np.array([self._estimate_draft(n) for n in levels])
+        draft = np.array([self._price_drafts(n if self.is_planned else None) for n in sizes])
         rates = rows * (1 + self.promise.gains[sizes - 1]) / (draft + seconds[1:])
         best = int(rates.argmax())
         plain = rows / self._seconds[0]
@@ -183,11 +192,19 @@ class Pace:
         self.max_levels = int(sizes[best])
         return draft
 
-    def _estimate_draft(self, num_levels: float) -> float:
-        """Return the seconds of a draft; in a chain, those that its newest took."""
-        if len(self.drafters) > 1 and self._chain_seconds:
-            return self._chain_seconds
-        return self.costs.estimate_draft(self._num_rows, num_levels)
+    def _price_drafts(self, num_levels: float | None = None) -> float:
+        """Return the seconds of a step's drafts, of so many levels or of as many as usual.
+
+        In a chain, each drafter counts by its share of the requests.
+        """
+        total = 0.0
+        for number, drafter in enumerate(self.drafters):
+            if number not in self.left_out:
+                levels = min(num_levels or drafter.num_levels, drafter.max_depth)
+                rows = self._num_rows * drafter.share
+                price = self.costs.estimate_draft(max(1.0, rows), levels, number)
+                total += min(1.0, rows) * price
+        return total
 
     def _choose_draft(self, draft: Array, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
@@ -200,7 +217,7 @@ class Pace:
                 size -= 1
             self.max_levels = size
             return size, float(draft[size - 1])
-        whole, level = self._estimate_draft(self._depth), self._estimate_draft(1)
+        whole, level = self._price_drafts(math.inf), self._price_drafts(1)
         self.is_brief = whole > limit or self.is_trial
         return 1, level if self.is_brief else whole
 
@@ -226,6 +243,22 @@ class Pace:
         self._num_prompt_tokens = num_prompt_tokens
         self.account.add(self._seconds[0], 0.0, is_trial=self.is_trial)
 
+    def list_readers(self, unread: Sequence[int]) -> frozenset[int]:
+        """Return the drafters that have much to read before they draft."""
+        return frozenset(n for n, tokens in enumerate(unread) if tokens > FEW_UNREAD)
+
+    def _count_unread(self, unread: Sequence[int]) -> int:
+        return sum(tokens for n, tokens in enumerate(unread) if n not in self.left_out)
+
+    def _may_all_read(self, unread: Sequence[int], ahead: float) -> bool:
+        """Return whether no drafter of a chain is to be left out for what it has to read."""
+        readers = self.list_readers(unread)
+        if not readers or len(readers) == len(self.drafters):
+            return True
+        price = self._price_reading(sum(unread))
+        worth = max(self.value_drafter(n, self._num_rows) for n in readers)
+        return price <= ahead * worth / (1 + max(0.0, worth)) and self._may_read(sum(unread), ahead)
+
     def _price_reading(self, num_unread: int) -> float:
         return num_unread * self.costs.reading if num_unread > FEW_UNREAD else 0.0
 
@@ -234,13 +267,15 @@ class Pace:
         return self._price_reading(num_unread) <= ahead * (1 - 1 / self._gain)
 
     def _may_read(self, num_unread: int, ahead: float) -> bool:
-        """Return whether the drafter may read unread tokens; `max_read` says how many.
+        """Return whether drafters may read unread tokens; `max_read` says how many.
 
-        ahead: seconds of plain decoding to come.
+        That is a share of all the time, and what drafts have won. ahead: seconds of plain decoding
+        to come.
         """
         self.max_read = None
         price = self._price_reading(num_unread)
         limit = READ_SHARE * (self.account.spent + ahead) - self.account.read
+        limit += max(0.0, -self.account.lost)
         if not price or self._num_rows == 1:
             return not price or price <= limit
         self.max_read = int(max(0.0, limit) / self.costs.reading)
@@ -273,13 +308,15 @@ class Pace:
 
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""
-        seconds = self.costs.estimate_draft(num_left, 1, drafter)
-        return self.drafters[drafter].gain - self._rate * seconds / num_left
+        value = self.drafters[drafter]
+        seconds = self.costs.estimate_draft(num_left, value.num_levels, drafter)
+        return value.gain - self._rate * seconds / num_left
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
         """Return whether a draft in hand is worth more than one by later drafters of the chain."""
-        later = range(drafter + 1, len(self.drafters))
-        return value > 0 and value >= max(self.value_drafter(n, num_left) for n in later)
+        later = {*range(drafter + 1, len(self.drafters))} - self.left_out
+        values = [self.value_drafter(number, num_left) for number in later]
+        return value > 0 and value >= max(values, default=0.0)
 
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
         """Return how many nodes of each row to verify besides the root.
@@ -325,8 +362,10 @@ class Pace:
         step = self._seconds[-1 if self.is_whole and size > 1 else size - 1]
         extra = draft + step - plain
         self.account.add(extra, draft + step - plain * sum(emitted) / rows, is_trial=self.is_trial)
-        self._num_levels += (max(levels for *_, levels in drafted) - self._num_levels) / 4
-        self._chain_seconds += (draft - self._chain_seconds) / 4
+        asked = {number: (num_asked / rows, levels) for number, num_asked, levels in drafted}
+        for number, value in enumerate(self.drafters):
+            if number not in self.left_out:
+                value.ask(*asked.get(number, (0.0, None)))
         if size > 1 and (self.is_whole or self.is_planned):
             self.promise.take_emitted(emitted, size)
 

@@ -139,9 +139,8 @@ class PacedDrafter(Drafter):
             return []
         remaining = [request.remaining for request in requests]
         num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
-        drafts = pace.plan(
-            remaining, self.num_prompt_tokens, self.count_unread(requests), num_positions
-        )
+        unread = [sum(m.count_unread(requests) for m in members) for members in self.groups]
+        drafts = pace.plan(remaining, self.num_prompt_tokens, unread, num_positions)
         if not (drafts or self.is_fixed):
             return []
         self._drafts, self._drafted = list_roots(requests), []
@@ -163,9 +162,9 @@ class PacedDrafter(Drafter):
 
     def _is_worth(self, group: int, num_left: int) -> bool:
         """Return whether to ask a group at all."""
-        return (
-            self.is_fixed or len(self.groups) == 1 or self.pace.value_drafter(group, num_left) > 0
-        )
+        if self.is_fixed or len(self.groups) == 1:
+            return True
+        return group not in self.pace.left_out and self.pace.value_drafter(group, num_left) > 0
 
     def _draft(
         self, group: int, requests: Sequence[ActiveRequest], left: Sequence[int]
