@@ -50,12 +50,30 @@ FREE = CostTable(steps=Grid(((1, Curve((1,), (1.0,))),)), drafts=(NOTHING,))
 class StepKind:
     """One kind of step: nodes a row that are verified, levels that are drafted at most.
 
-    is_deep: whether a draft has all levels that it can have.
+    is_deep: whether a draft has all levels that it can have. is_extreme: whether it is the least or
+    the most that can be drafted.
     """
 
     size: int
     num_levels: int = 0
     is_deep: bool = True
+    is_extreme: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingTime:
+    """Seconds of a draft before which so many tokens of prompts were read."""
+
+    drafter: int
+    num_rows: int
+    num_levels: int
+    num_tokens: int
+    seconds: float
+
+    def find_seconds(self, drafts: Sequence[Grid]) -> float:
+        """Return the seconds of a token, without those that the draft takes anyway."""
+        usual = drafts[self.drafter].estimate(self.num_rows, np.array([self.num_levels]))[0]
+        return max(0.0, self.seconds - float(usual)) / self.num_tokens
 
 
 class ForcedPace(Pace):
@@ -136,21 +154,25 @@ class Measuring:
         self._steps = _Times()
         self._drafts = [_Times() for _ in groups]
         self._prompts: dict[int, float] = {}
-        self._reading: list[float] = []
+        self._reading: list[ReadingTime] = []
 
     @torch.inference_mode()
     def measure(self) -> tuple[CostTable, bool]:
         """Return the table, and whether the machine was quiet meanwhile."""
+        # What has the largest trees measures all steps, the others only their drafts.
+        order = sorted(enumerate(self._probes), key=lambda probe: -probe[1].max_draft_tokens)
         for num_rows in self._list_rows():
-            for number, probe in enumerate(self._probes):
+            for turn, (number, probe) in enumerate(order):
                 if not (self._steps.has(num_rows) and self._is_late):
-                    self._measure_rows(num_rows, number, probe)
+                    kinds = self._list_kinds(probe)
+                    kinds = [k for k in kinds if not turn or k.is_extreme]
+                    self._measure_rows(num_rows, number, kinds, len(order) - turn)
             if self._is_late:
                 break
-        steps = self._steps.make_grid()
+        steps, drafts = self._steps.make_grid(), [times.make_grid() for times in self._drafts]
+        reading = [read.find_seconds(drafts) for read in self._reading]
         table = CostTable(
-            steps=steps, drafts=tuple(drafts.make_grid() for drafts in self._drafts),
-            reading=statistics.median_low(self._reading) if self._reading else 0.0,
+            steps=steps, drafts=(*drafts,), reading=statistics.median_low(reading or [0.0]),
             prompts=smooth(self._prompts) if self._prompts else None,
             context=self._measure_context(),
         )  # fmt: skip
@@ -173,16 +195,21 @@ class Measuring:
         if not most:
             return [StepKind(1)]
         if probe.is_indivisible:
-            return [StepKind(1), StepKind(most + 1)]
+            return [StepKind(1), StepKind(most + 1, is_extreme=True)]
         sizes = sorted({*(2**n for n in range(1, most.bit_length())), most + 1})
-        kinds = [StepKind(size, size - 1) for size in sizes]
+        kinds = [
+            StepKind(size, size - 1, is_extreme=size in (sizes[0], sizes[-1])) for size in sizes
+        ]
         if probe.max_draft_depth > 1 and not probe.pace.is_planned:
-            kinds.insert(0, StepKind(2, 1, is_deep=False))
+            kinds.insert(0, StepKind(2, 1, is_deep=False, is_extreme=True))
         return [StepKind(1), kinds[-1], *kinds[:-1]]
 
-    def _measure_rows(self, num_rows: int, number: int, probe: Probe) -> None:
-        kinds = self._list_kinds(probe)
-        left = max(0.0, self._deadline - self._clock())
+    def _measure_rows(
+        self, num_rows: int, number: int, kinds: Sequence[StepKind], num_left: int
+    ) -> None:
+        """Measure kinds of steps with a drafter; num_left: drafters that are measured yet."""
+        probe = self._probes[number]
+        left = max(0.0, self._deadline - self._clock()) / num_left
         until = self._clock() + left * (0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.7)
         batch: Batch | None = None
         for turn in range(1 + MOST_ROUNDS):  # the first warms everything up
@@ -235,7 +262,11 @@ class Measuring:
             seconds = self._clock() - began
             drafting = probe.seconds if kind.size > 1 else 0.0
             if probe.num_prefilled > FEW_UNREAD:
-                self._reading.append(drafting / probe.num_prefilled)
+                self._reading.append(
+                    ReadingTime(
+                        number, num_rows, max(1, probe.num_levels), probe.num_prefilled, drafting
+                    )
+                )
                 continue
             if step < WARM_STEPS and self._steps.has(num_rows, kind.size):
                 continue

@@ -30,7 +30,14 @@ from tests.methods import build_methods, load_method
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_llama(tmp_path_factory.mktemp("costs"), layers=2, seed=3)
     build_methods(
-        target, "medusa", "eagle", "lookahead", "pair", layers=2, build=["--max-batch-size", 4]
+        target,
+        "medusa",
+        "eagle",
+        "lookahead",
+        "pair",
+        "noisy",
+        layers=2,
+        build=["--max-batch-size", 4],
     )
     return target.parent
 
@@ -148,3 +155,15 @@ def test_what_a_busy_machine_delayed_is_not_kept(
     measured.append(False)
     find(engine, tmp_path)
     assert not (tmp_path / FOLDER_NAME).exists()
+
+
+def test_a_drafter_that_reads_prompts_in_a_chain(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading is what a draft takes longer for it; each drafter is measured for all requests."""
+    engine = load_method(parent, "draft_target, tree", "noisy")
+    groups: list[list[Drafter]] = [[SuffixDrafter(SuffixOptions(max_tokens=6))], [engine.drafter]]
+    table, _ = Machine(monkeypatch).measure(engine, groups)
+    assert table.reading * 1e4 == pytest.approx(1, abs=0.1), "a token's price in a pass"
+    for drafts in table.drafts:
+        assert [rows for rows, _ in drafts.curves] == [1, 4]
