@@ -81,7 +81,7 @@ class ForcedPace(Pace):
 
     kind = StepKind(1)
 
-    def plan(self, remaining: Sequence[int], *_: int) -> bool:
+    def plan(self, remaining: Sequence[int], *_: Any) -> bool:
         self.skip(len(remaining))
         self.max_levels = self.kind.num_levels
         return self.kind.size > 1
