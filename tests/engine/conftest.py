@@ -18,7 +18,8 @@ def library(request: pytest.FixtureRequest, lasting_dir: Path) -> Path:
     form = FORMS[getattr(request, "param", "own")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_library, "FLAGS", (*compiler.FLAGS, *form, *EXTRA_FLAGS))
-        if EXTRA_FLAGS:  # the sanitizers', with which a compiler takes several times as long
+        if EXTRA_FLAGS:  # the sanitizers', which are preloaded here and would slow the compiler
+            patch.delenv("LD_PRELOAD", raising=False)
             patch.setattr(compiler, "COMPILE_SECONDS", 3600)
         info = native_library.compile_kernels(folder)
     assert info["cpu"] == compiler.describe_cpu()
