@@ -130,7 +130,7 @@ def complete_build(build: dict[str, Any], max_positions: int | None) -> dict[str
 
 
 def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
-    """Return what the config.json of a planned engine will say; None of TensorRT-LLM's.
+    """Return what the config.json of a planned engine will say; None if `Engine` cannot load it.
 
     Nothing is written. Raises SpecDecError for what would stop the conversion or the build.
     """

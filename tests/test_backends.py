@@ -25,7 +25,7 @@ from specdec.files.reading import write_json
 from specdec.run.pipeline import run_engine
 from specdec.run.settings import RunSettings
 from tests.blocks import write_gguf
-from tests.conftest import make_llama, make_tokenizer
+from tests.conftest import ROOT, make_llama, make_tokenizer
 from tests.engines import run_cli_here
 from tests.families import make_family_model
 from tests.trtllm.double import install_double
@@ -189,3 +189,20 @@ def test_a_backend_is_told_of_where_it_is_asked_for_or_installed(
     fact = "TensorRT-LLM 1.2 cannot load GGUF checkpoints"
     assert f"backends that take it: torch ({fact}" in run_cli_here(*words, "--dry-run").stdout
     assert f"{fact}: that format is not its own: this checkpoint is" in run_cli_here(*words).stderr
+
+
+# Stages' modules that may name TensorRT-LLM: its own, the format of checkpoints, which is its, the
+# options that are its alone, an export's runtime, and hints of the torch build for its checkpoints.
+NAMING = (
+    "build/backends/tensorrt_llm/", "build/triton.py", "build/settings.py",
+    "build/backends/torch_checks.py", "run/backends/", "run/settings.py", "convert/families/",
+    "convert/methods/", "convert/quantize/", "convert/checkpoint.py", "convert/config.py",
+    "convert/flags.py", "convert/report.py", "convert/settings.py", "convert/target.py", "export/",
+)  # fmt: skip
+
+
+def test_stages_name_no_separate_backend() -> None:
+    stages = ("build", "convert", "doctor", "generate", "run", "serve", "train", "verify", "audit")
+    paths = (path for stage in stages for path in (ROOT / stage).rglob("*.py"))
+    naming = [str(path.relative_to(ROOT)) for path in paths if WORDS.search(path.read_text())]
+    assert [path for path in naming if not path.startswith(NAMING)] == []

@@ -372,6 +372,37 @@ def test_failure_is_explained(
     assert left == {"double-1.2", "engine.build.log"}, "no engine folder is left"
 
 
+REFUSALS: list[tuple[str, str, tuple[str, ...], str]] = [
+    ("plain", "0.14", ("--gemm-plugin", "int64"), "does not know a flag or value: 'int64'"),
+    ("plain", "1.2", ("--logits-dtype", "bfloat16"), "does not know a flag or value: 'bfloat16'"),
+    ("plain", "1.2", ("--multiple-profiles", "enable", "--opt-num-tokens", "64"),
+     "raised RuntimeError: multiple_profiles is enabled"),
+    ("eagle", "1.2", ("--max-batch-size", "513"), "raised AssertionError: Max batch size > 512"),
+    ("plain 1.2", "0.14", (), "the key cp_config, which this TensorRT-LLM does not know"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "label", "flags", "fact"), REFUSALS)
+def test_what_trtllm_build_refuses_is_left_to_it_and_explained(
+    store: CheckpointStore, install: Any, tmp_path: Path, kind: str, label: str,
+    flags: tuple[str, ...], fact: str,
+) -> None:  # fmt: skip
+    """Its own refusal ends the command with status 1, its last lines and nothing half-written."""
+    install(label)
+    method, _, line = kind.partition(" ")
+    checkpoint = store.get(method, line or label)
+    if line:
+        mapping = read_json(checkpoint / "config.json")["mapping"] | {"cp_config": {}}
+        checkpoint = store.copy(tmp_path / "checkpoint", method, line, mapping=mapping)
+    done = run_cli_here(*list_words(checkpoint, tmp_path / "engine", *flags))
+    assert (done.returncode, done.stdout) == (1, "")
+    error, hint = read_error_lines(done.stderr)
+    assert fact in error
+    assert "its last lines: " in error
+    assert str(tmp_path / "engine.build.log") in hint
+    assert not (tmp_path / "engine").exists()
+
+
 def test_full_disk_is_told_before_the_build(
     store: CheckpointStore, install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,10 +176,10 @@ def check_checkpoint(command: Command) -> None:
         (name not in facts.architectures,
          f"AssertionError: Unsupported model architecture: {name}"),
         *((key not in (*known, "rank"),
-           f"TypeError: {section} got an unexpected keyword argument '{key}'")
-          for section, known in (("mapping", facts.mapping_keys),
-                                 ("quantization", facts.quantization_keys),
-                                 ("moe", facts.moe_keys))
+           f"TypeError: {kind}.__init__() got an unexpected keyword argument '{key}'")
+          for section, kind, known in (("mapping", "Mapping", facts.mapping_keys),
+                                       ("quantization", "QuantConfig", facts.quantization_keys),
+                                       ("moe", "MoeConfig", facts.moe_keys))
           for key in config.get(section) or {}),
         ("qwen" in name.lower() and "qwen_type" not in config,
          "the runtime cannot name a qwen model without qwen_type"),
@@ -244,9 +244,13 @@ def check_mode(command: Command) -> None:
         for key in ("num_eagle_layers", "max_non_leaves_per_layer", "eagle_net_config"):
             command.refuse_if(not config.get(key), f"the engine's reader wants {key}")
         command.rewrite("max_draft_len", config["max_draft_len"])
-        command.refuse_if(values["max_batch_size"] > 512, "Max batch size > 512")
+        command.refuse_if(values["max_batch_size"] > 512, "AssertionError: Max batch size > 512")
         command.refuse_if(values["max_draft_len"] > 256, "Max draft len > 256")
     gathers = values["gather_context_logits"] or values["gather_all_token_logits"]
+    command.refuse_if(
+        values["multiple_profiles"] == "enable" and values["opt_num_tokens"] is not None,
+        "RuntimeError: multiple_profiles is enabled, while opt_num_tokens is set.",
+    )
     command.refuse(
         (own is not None and mode != own, f"a checkpoint of mode {own} is built as {mode}"),
         (own is None and mode not in (None, "draft_tokens_external", "lookahead_decoding"),
@@ -295,7 +299,9 @@ def rewrite_plugins(command: Command) -> None:
         if command.facts.label != "0.14" or cache == "FP8":
             command.rewrite(fp8, "enable" if cache == "FP8" else "disable")
     if cache is not None and weights != "FP8":
-        command.refuse_if(values[paged] == "enable", f"{cache} KV cache with {weights} weights")
+        command.refuse_if(
+            values[paged] == "enable", f"RuntimeError: {cache} KV cache with {weights} weights"
+        )
     is_off = values[paged] != "enable"
     command.refuse(
         (command.mode == "draft_tokens_external" and is_off,

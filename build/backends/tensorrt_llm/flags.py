@@ -57,12 +57,14 @@ FP8_PLUGINS = {
     "low_latency_gemm_swiglu_plugin": ("FP8",),
     "fp8_rowwise_gemm_plugin": ("FP8_PER_CHANNEL_PER_TOKEN",),
 }
-TYPES = ("float16", "bfloat16", "float32", "int32")
 LEAST = {"workers": 1, "max_lora_rank": 1, "opt_num_tokens": 1, "tokens_per_block": 1}
 
 
 def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
-    """Return the values given for trtllm-build's flags, checked against the line's facts."""
+    """Return the values given for trtllm-build's flags, by name.
+
+    Their types and choices are trtllm-build's to check, but for whole numbers, which are predicted.
+    """
     given: dict[str, Any] = {}
     for name in SHARED:
         value = getattr(settings, name)
@@ -71,7 +73,7 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
         if value is not None:
             given[name] = facts.flags[name].parse([str(value)])
     fields = get_flags(BuildSettings)
-    for name, other in settings.unknown_options.items():
+    for name, option in settings.unknown_options.items():
         flag = facts.find_flag(name)
         if flag is None:
             raise _explain_unknown(name, facts)
@@ -85,7 +87,7 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
                 f"{name_flag(name)} is another name of {name_flag(flag.name)}",
                 f"give {name_flag(flag.name)}",
             )
-        value = flag.parse(other.words)
+        value = flag.parse(option.words)
         if flag.name in PATHS:
             paths = [str(Path(p).resolve()) for p in (value if flag.is_list else [value])]
             value = paths if flag.is_list else paths[0]
@@ -94,14 +96,14 @@ def collect_flags(settings: BuildSettings, facts: Facts) -> dict[str, Any]:
 
 
 def _explain_unknown(name: str, facts: Facts) -> UsageError:
-    known = [*facts.list_flag_names(), *get_flags(BuildSettings)]
-    nearest = suggest(name, known).replace("_", "-")
-    elsewhere = [label for label in list_lines_with(name) if label != facts.label]
+    flag_names = [*facts.list_flag_names(), *get_flags(BuildSettings)]
+    nearest = suggest(name, flag_names).replace("_", "-")
+    other_lines = [label for label in list_lines_with(name) if label != facts.label]
     hint = "check the name, or leave it out"
     if name in MOVED:
         hint = MOVED[name]
-    elif elsewhere:
-        hint = f"leave it out: only the line {', '.join(elsewhere)} has it"
+    elif other_lines:
+        hint = f"leave it out: only the line {', '.join(other_lines)} has it"
     return UsageError(
         f"neither specdec-build nor trtllm-build of TensorRT-LLM {facts.label} has"
         f" {name_flag(name)}{nearest}",
@@ -110,7 +112,7 @@ def _explain_unknown(name: str, facts: Facts) -> UsageError:
 
 
 def find_flag_problems(build: TensorRTPlan) -> Problems:
-    """List flags that the engine's reader, the run or trtllm-build itself would stumble over."""
+    """List flags that the engine's reader or the run would stumble over, or that have no effect."""
     values, given, mode = build.record.values, build.given, build.mode
     beams, ranks = values["max_beam_width"], build.num_ranks
     gathered = "context" if values["gather_context_logits"] else "all-token"
@@ -133,11 +135,8 @@ def find_flag_problems(build: TensorRTPlan) -> Problems:
               ("gpt_attention_plugin", plugin == "disable"),
               ("kv_cache_type", given.get("kv_cache_type", "paged") != "paged"),
           )),
-        (given.get("multiple_profiles") == "enable" and values["opt_num_tokens"] is not None,
-         "--multiple-profiles and --opt-num-tokens exclude each other", "give one of the two"),
-        (given.get("streamingllm") == "enable",
-         "--streamingllm enable: the 1.x line refuses it, and no mode of speculation has it",
-         "leave --streamingllm out"),
+        (given.get("streamingllm") == "enable" and build.label == "0.14",
+         "--streamingllm enable: no mode of speculation has it", "leave --streamingllm out"),
         (given.get("auto_parallel", 1) != 1,
          f"--auto-parallel {given.get('auto_parallel')}: the checkpoint decides over how many"
          " ranks the model is split", "convert with --tp-size"),
@@ -201,40 +200,27 @@ def _find_idle_problems(build: TensorRTPlan) -> Problems:
 
 
 def _find_plugin_problems(build: TensorRTPlan) -> Problems:
-    """Return whether plugins' types and the checkpoint's go together."""
-    checkpoint, given = build.checkpoint, build.given
-    dtype, algorithm = checkpoint.model.dtype, checkpoint.quantization.quant_algo
-    gemm, is_a = given.get("gemm_plugin"), algorithm or "not quantized"
-    problems = Problems()
-    for name, value in given.items():
-        flag = build.facts.flags[name]
-        # Whether its value is the type that the plugin computes in.
-        is_typed = flag.is_plugin and "float16" in flag.choices and name not in IDLE
-        if is_typed and value in TYPES and value != dtype:
-            other = "disable" if name == "gemm_allreduce_plugin" else "auto"
-            problems.add(
-                f"{name_flag(name)} {value} for a {dtype} checkpoint: a plugin takes tensors of"
-                " its own type alone",
-                f"give {name_flag(name)} {dtype} or {other}",
-            )
-    for name, algorithms in FP8_PLUGINS.items():
-        if given.get(name, "disable") == "disable":
-            continue
-        shown, lacks_mlp = name_flag(name), build.record.values["use_fused_mlp"] == "disable"
-        problems += Problems.from_table(
-            (algorithm not in algorithms,
-             f"{shown} {given[name]} for a checkpoint that is {is_a}: it is for"
-             f" {' and '.join(algorithms)}", f"leave {shown} out, or quantize the target"),
-            ("swiglu" in name and lacks_mlp,
-             f"{shown} needs the fused MLP", "leave --use-fused-mlp out"),
-        )  # fmt: skip
-    problems += Problems.from_table(
-        (gemm in ("fp8", "nvfp4") and algorithm != gemm.upper(),
-         f"--gemm-plugin {gemm} for a checkpoint that is {is_a}",
+    """List parts of the engine for quantized weights, of which this checkpoint has none."""
+    algorithm, given = build.checkpoint.quantization.quant_algo, build.given
+    weights = f"for a checkpoint that is {algorithm or 'not quantized'}"
+    gemm, dtype = given.get("gemm_plugin"), build.checkpoint.model.dtype
+    lacks_mlp = build.record.values["use_fused_mlp"] == "disable"
+    chosen_plugins = {
+        name: algorithms for name, algorithms in FP8_PLUGINS.items()
+        if given.get(name, "disable") != "disable"
+    }  # fmt: skip
+    return Problems.from_table(
+        *((algorithm not in algorithms,
+           f"{name_flag(name)} {given[name]} {weights}: it is for {' and '.join(algorithms)}",
+           f"leave {name_flag(name)} out, or quantize the target")
+          for name, algorithms in chosen_plugins.items()),
+        *(("swiglu" in name and lacks_mlp,
+           f"{name_flag(name)} needs the fused MLP", "leave --use-fused-mlp out")
+          for name in chosen_plugins),
+        (gemm in ("fp8", "nvfp4") and algorithm != str(gemm).upper(),
+         f"--gemm-plugin {gemm} {weights}",
          "quantize the target first (specdec-convert --quantization fp8), or give --gemm-plugin"
          f" {dtype}"),
         (given.get("fuse_fp4_quant") == "enable" and algorithm != "NVFP4",
-         f"--fuse-fp4-quant enable for a checkpoint that is {is_a}: it is for NVFP4",
-         "leave --fuse-fp4-quant out"),
+         f"--fuse-fp4-quant enable {weights}: it is for NVFP4", "leave --fuse-fp4-quant out"),
     )  # fmt: skip
-    return problems

@@ -61,7 +61,7 @@ def make_plan(
     mode = checkpoint.mode or settings.speculative_decoding_mode
     problems = checks.find_checkpoint_problems(facts, checkpoint)
     problems += checks.find_mode_problems(
-        facts, checkpoint, settings.speculative_decoding_mode, given.get("max_draft_len")
+        checkpoint, settings.speculative_decoding_mode, given.get("max_draft_len")
     )
     gpus = here.gpus if here is not None else ()
     capability = gpus[0].capability if gpus else None
@@ -78,8 +78,8 @@ def make_plan(
         files=[TensorFile(path) for path in paths],
     )  # fmt: skip
     for find in (
-        find_flag_problems, checks.find_method_problems, checks.find_quantization_problems,
-        checks.find_length_problems, checks.find_bent,
+        find_flag_problems, checks.find_method_problems, checks.find_length_problems,
+        checks.find_bent_flags,
     ):  # fmt: skip
         problems += find(plan)
     problems += missing
@@ -94,8 +94,7 @@ def make_plan(
     plan.notes.extend(list_notes(plan, here))
     if here is not None:
         problems += find_path_problems(plan)
-        needed = max(plan.weights_bytes, default=0) + plan.kv_cache_bytes
-        problems += checks.find_gpu_problems(plan, gpus, needed)
+        problems += checks.find_gpu_problems(plan, gpus)
     problems.raise_all()
     return plan
 

@@ -25,9 +25,9 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     (r"Unsupported model architecture: (?P<what>\S+)",
      "this TensorRT-LLM has no architecture {what}",
      "convert the checkpoint with the --trtllm-version that is installed"),
-    (r"(Mapping|QuantConfig)\S* got an unexpected keyword argument '(?P<what>\w+)'",
+    (r"(Mapping|QuantConfig|MoeConfig)\S* got an unexpected keyword argument '(?P<what>\w+)'",
      "the checkpoint's config.json has the key {what}, which this TensorRT-LLM does not know",
-     "it was written for a newer line: convert it with --trtllm-version 0.14"),
+     "it was written for another line: convert it with the --trtllm-version that is installed"),
     (r"KeyError: '(?P<what>[^']*fc\.bias|[^']*\.(weight|bias))'",
      "the checkpoint lacks the tensor {what}",
      "check it with `specdec verify --checkpoint-dir`, and convert it again"),
@@ -42,7 +42,8 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     (r"(no CUDA-capable device|CUDA driver version is insufficient|"
      r"Found no NVIDIA driver|max_workers must be greater than 0)",
      "trtllm-build found no usable GPU or driver",
-     "`specdec doctor` shows what is visible; in a container start it with --gpus all"),
+     "`specdec doctor` shows what is visible; in a container start it with --gpus all;"
+     " --dry-run and --emit-script FILE need none"),
     (r"Could not find any implementation for node (?P<what>\S+)",
      "TensorRT has no kernel for {what} on this GPU",
      "try --gemm-plugin auto; GPUs newer than the release need a newer TensorRT-LLM"),
