@@ -219,7 +219,13 @@ class Pace:
             return size, float(draft[size - 1])
         whole, level = self._price_drafts(math.inf), self._price_drafts(1)
         self.is_brief = whole > limit or self.is_trial
-        return 1, level if self.is_brief else whole
+        price = level if self.is_brief else whole
+        if self.is_trial:
+            return 1, price
+        # Fewer nodes than pay would only lose what is left of the limit.
+        emitted = 1 + self.promise.gains[: len(seconds) - 1]
+        pays = emitted * plain > price + np.array(seconds[1:])
+        return int(pays.argmax()) + 1, price
 
     def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
         """Count a step; return whether it drafts nothing, as the last plan says."""

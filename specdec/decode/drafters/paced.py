@@ -134,31 +134,42 @@ class PacedDrafter(Drafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        pace, self._drafts, self.num_prefilled = self.pace, [], 0
-        if not self.is_fixed and pace.rest(len(requests), self.num_prompt_tokens):
-            return []
-        remaining = [request.remaining for request in requests]
-        num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
-        unread = [sum(m.count_unread(requests) for m in members) for members in self.groups]
-        drafts = pace.plan(remaining, self.num_prompt_tokens, unread, num_positions)
-        if not (drafts or self.is_fixed):
+        self._drafts, self.num_prefilled = [], 0
+        if not (self._plan(requests) or self.is_fixed):
             return []
         self._drafts, self._drafted = list_roots(requests), []
-        min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
+        self._instruct()
+        rows = list(range(len(requests)))
+        for group in range(len(self.groups)):
+            if rows and self._is_worth(group, len(rows)):
+                rows = self._draft(group, requests, rows)
+        if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
+            self._cut()
+        return self._drafts
+
+    def _plan(self, requests: Sequence[ActiveRequest]) -> bool:
+        """Return whether the pace lets the step draft."""
+        num_rows, num_prompt_tokens = len(requests), self.num_prompt_tokens
+        if not self.is_fixed and self.pace.rest(num_rows, num_prompt_tokens):
+            return False
+        remaining = [request.remaining for request in requests]
+        num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
+        unread: list[int] = []  # which ends no fixed draft
+        if not self.is_fixed:
+            unread = [sum(m.count_unread(requests) for m in members) for members in self.groups]
+        return self.pace.plan(remaining, num_prompt_tokens, unread, num_positions)
+
+    def _instruct(self) -> None:
+        """Tell the drafters how much they may read and draft in the step."""
+        pace = self.pace
         limits = [self.max_prefill, None if self.is_fixed else pace.max_read]
-        most = min([n for n in limits if n is not None], default=None)
+        max_prefill = min([n for n in limits if n is not None], default=None)
+        min_gain = pace.price_level() if self.max_draft_depth > 1 else ALL_LEVELS
         for member in self.members:
-            member.max_prefill = most
+            member.max_prefill = max_prefill
             if not self.is_fixed:
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
-        left = list(range(len(requests)))
-        for group in range(len(self.groups)):
-            if left and self._is_worth(group, len(left)):
-                left = self._draft(group, requests, left)
-        if not (self.is_fixed or pace.is_whole or pace.is_planned):
-            self._cut()
-        return self._drafts
 
     def _is_worth(self, group: int, num_left: int) -> bool:
         """Return whether to ask a group at all."""
@@ -167,34 +178,35 @@ class PacedDrafter(Drafter):
         return group not in self.pace.left_out and self.pace.value_drafter(group, num_left) > 0
 
     def _draft(
-        self, group: int, requests: Sequence[ActiveRequest], left: Sequence[int]
+        self, group: int, requests: Sequence[ActiveRequest], rows: Sequence[int]
     ) -> list[int]:
-        """Draft for the requests at some places; return those that later groups may suit better."""
-        pace, members = self.pace, self.groups[group]
-        own = [requests[at] for at in left]
-        found = [member.propose(own) or list_roots(own) for member in members]
-        read = sum(member.num_prefilled for member in members)
-        self.num_prefilled += read
-        self.num_levels = max(member.num_levels for member in members)
-        self._drafted.append((group, len(own), self.num_levels))
-        joined = found[0] if len(found) == 1 else [*map(join_candidates, zip(*found, strict=True))]
-        if self.chains_only:
-            joined = [candidates.make_chain() for candidates in joined]
-        if group:
-            joined = [dataclasses.replace(candidates, source=group) for candidates in joined]
-        for at, candidates in zip(left, joined, strict=True):
-            self._drafts[at] = candidates
+        """Draft for the requests of some rows; return those that later groups may suit better."""
+        drafts = self._ask(group, [requests[row] for row in rows])
+        for row, candidates in zip(rows, drafts, strict=True):
+            self._drafts[row] = candidates
         if len(self.groups) == 1:
             return []
-        values = pace.value(np.array(self._rank(joined)[0])).tolist()
+        pace, num_rows = self.pace, len(rows)
+        values = pace.value(np.array(self._rank(drafts)[0])).tolist()
         pace.drafters[group].record(values)
         if group == len(self.groups) - 1:
             return []
-        return [
-            at
-            for at, value in zip(left, values, strict=True)
-            if not pace.is_best(group, value, len(left))
-        ]
+        valued_rows = zip(rows, values, strict=True)
+        return [row for row, value in valued_rows if not pace.is_best(group, value, num_rows)]
+
+    def _ask(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Return the drafts of a group, whose members share a tree."""
+        members = self.groups[group]
+        member_drafts = [member.propose(requests) or list_roots(requests) for member in members]
+        self.num_prefilled += sum(member.num_prefilled for member in members)
+        self.num_levels = max(member.num_levels for member in members)
+        self._drafted.append((group, len(requests), self.num_levels))
+        drafts = [join_candidates(shared) for shared in zip(*member_drafts, strict=True)]
+        if self.chains_only:
+            drafts = [candidates.make_chain() for candidates in drafts]
+        if group:
+            drafts = [dataclasses.replace(candidates, source=group) for candidates in drafts]
+        return drafts
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
