@@ -15,8 +15,9 @@ import pytest
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.pace import Pace
-from specdec.decode.drafters.paced import PacedDrafter, join_candidates, merge_candidates
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
+from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.pace import FIRST_PIECE, REST_STEPS, Account, Pace
+from specdec.decode.drafters.pace import FIRST_PIECE, REST_STEPS, Pace
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
     LEAST_CHUNK,

@@ -11,7 +11,6 @@ Legend: B rows, T nodes of a row's tree, the root among them.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,12 +18,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.decode.cost_table import CostTable
+from specdec.decode.drafters.account import TRIAL_SHARE, Account
 from specdec.decode.drafters.calibration import Calibration, DrafterValue, Promise
 from specdec.engine.transfers import Array
 from specdec.files.acceptance import Acceptance
 
-LOSS_SHARE = 0.02  # of the time of plain decoding, what drafts may lose
-TRIAL_SHARE = 0.009  # of the same, what trials may lose of drafts that are believed not to pay
 READ_SHARE = 0.04  # of the same, what drafters may take to read prompts
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
 HORIZON = 64  # steps to come that count at most: the text may end before
@@ -34,33 +32,6 @@ REST_STEPS = 8  # steps at least by one plan that says none
 MOST_REST = 24  # the same at most
 FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
 FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens that are read for a trial
-
-
-@dataclasses.dataclass
-class Account:
-    """Seconds of drafted steps compared with those of plain ones for as many tokens.
-
-    spent: of all steps. lost: by drafts, less than nothing where they won. read: by drafters, for
-    prompts. for_trials: what trials of drafts that are believed not to pay may lose yet, what the
-    drafter reads for them included; it grows only while that is so, so that what few requests
-    won does not pay for slow steps of many.
-    """
-
-    spent: float = 0.0
-    lost: float = 0.0
-    read: float = 0.0
-    for_trials: float = 0.0
-
-    def find_limit(self, ahead: float) -> float:
-        """Seconds that may be lost. ahead: seconds of plain decoding to come."""
-        return LOSS_SHARE * (self.spent + ahead) - self.lost
-
-    def add(self, seconds: float, lost: float, *, is_trial: bool) -> None:
-        """Take a step's seconds, and what its drafts lost."""
-        self.spent += seconds
-        self.lost += lost
-        if is_trial:
-            self.for_trials += TRIAL_SHARE * seconds - lost
 
 
 class Pace:

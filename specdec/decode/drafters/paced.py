@@ -16,41 +16,12 @@ import numpy as np
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
-from specdec.decode.drafters.calibration import follow_chances, read_confidence
+from specdec.decode.drafters.calibration import follow_chances
+from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD, Pace
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
-from specdec.engine.tree import TreeBuilder
 from specdec.files.acceptance import Acceptance
-
-
-def merge_candidates(found: Sequence[Candidates]) -> Candidates:
-    """One tree of all paths of trees with the same root; equal beginnings are merged.
-
-    The higher confidence in a token counts.
-    """
-    builder, confidence = TreeBuilder(int(found[0].tree.tokens[0])), [1.0]
-    for candidates in found:
-        tree, nodes, own = candidates.tree, [0], read_confidence(candidates).tolist()
-        for node in range(1, tree.num_nodes):
-            merged = builder.add(nodes[int(tree.parents[node])], int(tree.tokens[node]))
-            nodes.append(merged)
-            if merged == len(confidence):
-                confidence.append(0.0)
-            confidence[merged] = max(confidence[merged], own[node])
-    return Candidates(builder.build(), None, np.array(confidence))
-
-
-def join_candidates(found: Sequence[Candidates]) -> Candidates:
-    """Join the candidates of several methods for one request in one tree.
-
-    Draws from a distribution cannot share a tree: what they are drawn from is asked for.
-    """
-    drafted = [candidates for candidates in found if candidates.tree.num_draft_tokens]
-    if len(drafted) < 2:
-        return drafted[0] if drafted else found[0]
-    assert all(candidates.draft_probs is None for candidates in drafted)
-    return merge_candidates(drafted)
 
 
 class PacedDrafter(Drafter):
