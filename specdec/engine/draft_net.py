@@ -110,13 +110,11 @@ def name_decoder_tensors(
     }
     if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
-    if net.arithmetic.mlp in ("gated", "fused"):
-        for name in [name for name in decoder if ".mlp.fc." in name]:
-            stacked_names = (
-                [name] if net.arithmetic.mlp == "fused" else [name, name.replace(".fc.", ".gate.")]
-            )
-            stacked = [decoder.pop(stacked_name) for stacked_name in stacked_names]
-            decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
+    # By kind of feed-forward layer, the tensors that a decoder has stacked as `gate_up`.
+    stacked_parts = {"gated": (".fc.", ".gate."), "fused": (".fc.",)}.get(net.arithmetic.mlp, ())
+    for name in [name for name in decoder if stacked_parts and ".mlp.fc." in name]:
+        stacked = [decoder.pop(name.replace(".fc.", part)) for part in stacked_parts]
+        decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
     return decoder
 
 

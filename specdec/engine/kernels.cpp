@@ -110,7 +110,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       const uint8_t *output_mask, const Shape *shape, const Scalars *scalars) {                   \
     const Shape &s = *shape;                                                                      \
     const auto run = s.is_integer ? run_layers<Integers, E> : run_layers<E, E>;                   \
-    with_crew(s.B * s.T * s.D * s.D > kParallelWork, [&] {                                        \
+    run_in_team(s.B * s.T * s.D * s.D > kParallelWork, [&] {                                      \
       const Step step{s.B, s.T, s.C, rows, positions, lines, past, tree_mask, output_mask};       \
       run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, s, *scalars);\
     });                                                                                           \
@@ -134,7 +134,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
                                      float *scores, int64_t is_integer) {                         \
     const auto rank = [&](auto none) {                                                            \
-      with_crew(M * V * depth > kParallelWork, [&] {                                              \
+      run_in_team(M * V * depth > kParallelWork, [&] {                                            \
         rank_outputs(x, M, depth, static_cast<decltype(none)>(head), bias, V, width, tokens,      \
                      scores);                                                                     \
       });                                                                                         \
@@ -156,7 +156,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       const Drafter<P, E> drafter = {embedding, at(0), at(1), biases[0], at(2), at(3), biases[1], \
                                      blocks, num_blocks, at(4), drafted, s.V, s.H, s.X};          \
       int64_t levels = s.L;                                                                       \
-      with_crew(s.B * s.V * s.X > kParallelWork, [&] {                                            \
+      run_in_team(s.B * s.V * s.X > kParallelWork, [&] {                                          \
         if (temperatures != nullptr)                                                              \
           levels = search_tree(drafter, hidden, tokens, temperatures, least, found, chances, s.B, \
                                s.W, s.L, s.N);                                                    \

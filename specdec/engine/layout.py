@@ -513,12 +513,11 @@ def plan_drafter(
         name for name in (f"{module}.weight" for module in modules)
         if not name.endswith(UNROUNDED) and ".shared_expert." not in name
     ]  # fmt: skip
-    rounded = [
-        name for name in names if weights == INT4 and not name.endswith(HEAD)
-        and _divides_into_groups(planned_infos[name].shape)
-    ]  # fmt: skip
-    planned_infos = plan_int8(planned_infos, set(names) - set(rounded))
-    for name in rounded:
+    int4_names = [
+        name for name in names if weights == INT4 and _takes_int4(name, planned_infos[name].shape)
+    ]
+    planned_infos = plan_int8(planned_infos, set(names) - set(int4_names))
+    for name in int4_names:
         planned_infos |= plan_int4(planned_infos, name, DRAFTER_GROUP)
     return planned_infos
 
@@ -535,9 +534,9 @@ def _plan_shortened_heads(
     return shortened | {name_offsets(tensors): TensorInfo("int64", (vocab_size,))}
 
 
-def _divides_into_groups(shape: tuple[int, ...]) -> bool:
-    """Tell whether a matrix can be rounded to int4 in groups, half by half."""
-    return shape[0] % 2 == 0 == shape[1] % (2 * DRAFTER_GROUP)
+def _takes_int4(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix is no head, and can be rounded to int4 in groups, half by half."""
+    return not name.endswith(HEAD) and shape[0] % 2 == 0 == shape[1] % (2 * DRAFTER_GROUP)
 
 
 def name_offsets(drafter: Iterable[str]) -> str:

@@ -116,7 +116,7 @@ class NativeKernels(MatrixKernels):
     def cap_logits(self, logits: Tensor, scale: float, limit: float) -> Tensor:
         """Turn logits x in place into limit tanh(scale x / limit), with one rounding."""
         check("logits", logits, self.dtype, *logits.shape)
-        self._call_crew("cap_logits", logits.data_ptr(), logits.numel(), scale, limit)
+        self._call_with_threads("cap_logits", logits.data_ptr(), logits.numel(), scale, limit)
         return logits
 
     def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -210,7 +210,7 @@ class NativeKernels(MatrixKernels):
         x = x.contiguous()
         check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
         output = torch.empty_like(x)
-        self._call_crew(
+        self._call_with_threads(
             "mix_experts",
             x.data_ptr(), x.numel() // experts.hidden, experts.hidden, ctypes.byref(experts.record),
             output.data_ptr(), experts.is_integer,
@@ -256,7 +256,7 @@ class NativeKernels(MatrixKernels):
             cache.shape[2], cache.shape[4], layers.rotated, layers.num_layers,
             layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
         )  # fmt: skip
-        self._call_crew(
+        self._call_with_threads(
             "run_layers",
             x.data_ptr(), get_pointer(first_input), normed.data_ptr(), layers.records,
             layers.final, cache.data_ptr(), *plan.pointers, get_address(layer_numbers),
@@ -339,7 +339,7 @@ class NativeKernels(MatrixKernels):
             )
         sizes = SearchShape(batch, *shape, *drafter.sizes)
         temperatures, min_gain, chances = tree_options
-        num_levels: int = self._call_crew(
+        num_levels: int = self._call_with_threads(
             "search",
             drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,

@@ -163,7 +163,7 @@ class KernelLibrary:
             self._functions[name] = function
         return self._functions[name](*arguments)
 
-    def _call_crew(self, name: str, *arguments: Any) -> Any:
+    def _call_with_threads(self, name: str, *arguments: Any) -> Any:
         """Call a function whose loops are shared by as many threads as torch has."""
         self._call("set_num_threads", torch.get_num_threads())
         return self._call(name, *arguments)

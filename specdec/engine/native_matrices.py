@@ -86,7 +86,7 @@ class MatrixKernels(KernelLibrary):
         packed = weight.new_empty(get_packed_shape(num_outputs, depth, dtype))
         if num_outputs % TILE:
             packed[-1].zero_()  # kernels of narrow vectors end before it does
-        self._call_crew(kernel, weight.data_ptr(), num_outputs, depth, packed.data_ptr())
+        self._call_with_threads(kernel, weight.data_ptr(), num_outputs, depth, packed.data_ptr())
         return packed
 
     def measure_integers(self, sizes: Sequence[int]) -> int:
@@ -137,7 +137,7 @@ class MatrixKernels(KernelLibrary):
         packed = codes.new_empty(num_bytes, dtype=torch.uint8)
         if any(has_options[1:]):
             packed.zero_()  # what is between lists
-        self._call_crew(
+        self._call_with_threads(
             "pack_integers",
             codes.data_ptr(), scales.data_ptr(), get_pointer(zeros), get_pointer(input_scales),
             get_pointer(order), sizes.ctypes.data, packed.data_ptr(),
@@ -184,7 +184,7 @@ class MatrixKernels(KernelLibrary):
         packed = rows.new_zeros(ends[-1])
         for header, (_, start, _), offset in zip(headers, runs, [0, *ends], strict=False):
             source = rows[start].data_ptr(), rows.shape[1], header.ctypes.data
-            self._call_crew("pack_blocks", *source, packed.data_ptr() + offset)
+            self._call_with_threads("pack_blocks", *source, packed.data_ptr() + offset)
         return packed
 
     def widen_blocks(self, rows: Tensor, types: Tensor, indices: Tensor, depth: int) -> Tensor:
@@ -218,7 +218,7 @@ class MatrixKernels(KernelLibrary):
         depth = x.shape[-1]
         self._check_product(x, packed, bias, num_outputs)
         y = x.new_empty((*x.shape[:-1], num_outputs))
-        self._call_crew(
+        self._call_with_threads(
             "multiply_integers" if packed.dtype is torch.uint8 else "multiply",
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), get_pointer(bias),
             num_outputs, y.data_ptr(),
@@ -239,7 +239,7 @@ class MatrixKernels(KernelLibrary):
             raise ValueError(f"the best {width} of {num_outputs} outputs")
         tokens = x.new_empty((*x.shape[:-1], width), dtype=torch.int64)
         scores = torch.empty_like(tokens, dtype=torch.float32)
-        self._call_crew(
+        self._call_with_threads(
             "rank_outputs",
             x.data_ptr(), x.numel() // depth, depth, packed.data_ptr(), get_pointer(bias),
             num_outputs, width, tokens.data_ptr(), scores.data_ptr(), packed.dtype is torch.uint8,

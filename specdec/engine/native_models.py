@@ -134,7 +134,8 @@ class PackedLayers:
         final = stack.final_norm.weight, stack.final_norm.bias
         hidden, head_size, is_gated = len(final[0]), stack.head_size, stack.is_gated
         num_heads, num_kv_heads, up = stack.num_heads, stack.num_kv_heads, stack.layers[0].up
-        inner = 0 if up is None else up.num_outputs // (2 if is_gated else 1)
+        num_ups = 2 if is_gated else 1  # matrices in `up`
+        inner = 0 if up is None else up.num_outputs // num_ups
         self._tensors, self._experts = (weights, final), experts
         norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
@@ -145,7 +146,7 @@ class PackedLayers:
         self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
         shapes = {
             "qkv": (self.num_qkv, hidden), "dense": (hidden, num_heads * head_size),
-            "up": (inner * (2 if is_gated else 1), hidden), "down": (hidden, inner),
+            "up": (inner * num_ups, hidden), "down": (hidden, inner),
         }  # fmt: skip
         for index, tensors in enumerate(weights):
             self._check_layer(index, tensors, shapes, head_size)

@@ -21,6 +21,18 @@ REFUSALS = (
 )  # fmt: skip
 
 
+# Facts by the names of exceptions' classes, the first that one has.
+FAILURES = {
+    "OfflineModeIsEnabled": "was not asked: HF_HUB_OFFLINE is set",
+    "gaierror": "cannot be reached: there is no network, or none that knows its name",
+    "TimeoutError": "did not answer in time",
+    "SSLError": "cannot be reached: its certificate is not trusted here",
+    "ConnectionError": "cannot be reached",
+    "TransportError": "cannot be reached",
+    "LocalEntryNotFoundError": "cannot be reached",
+}
+
+
 def explain(hub_id: str, flag: str, error: Exception) -> SpecDecError:
     """Return the error for a model that the Hub does not give, from what its library raised."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -52,24 +64,16 @@ def describe_answer(error: BaseException) -> str:
     )
 
 
-def _describe_failure(chain: Sequence[BaseException]) -> str | None:  # noqa: PLR0911 - a return for each kind of failure
+def _describe_failure(chain: Sequence[BaseException]) -> str | None:
     """Say why a request had no answer, from an exception and its causes; None for others."""
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
-    if "OfflineModeIsEnabled" in kinds:
-        return "was not asked: HF_HUB_OFFLINE is set"
-    if "gaierror" in kinds:
-        return "cannot be reached: there is no network, or none that knows its name"
+    if any(kind.endswith("Timeout") for kind in kinds):
+        kinds.add("TimeoutError")
     # urllib3 1 calls a refused connection a time-out, too: the system's own error comes first.
     errors = [link for link in chain if isinstance(link, ConnectionError)]
-    if errors and errors[-1].errno:
+    if errors and errors[-1].errno and not kinds & {"OfflineModeIsEnabled", "gaierror"}:
         return f"cannot be reached: {os.strerror(errors[-1].errno).lower()}"
-    if "TimeoutError" in kinds or any(kind.endswith("Timeout") for kind in kinds):
-        return "did not answer in time"
-    if "SSLError" in kinds:
-        return "cannot be reached: its certificate is not trusted here"
-    if kinds & {"ConnectionError", "TransportError", "LocalEntryNotFoundError"}:
-        return "cannot be reached"
-    return None
+    return next((fact for kind, fact in FAILURES.items() if kind in kinds), None)
 
 
 def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:

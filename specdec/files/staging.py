@@ -30,26 +30,31 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
-    output = output_dir.resolve()
-    for protected_path in (Path.cwd(), *(path.resolve() for path in inputs)):
-        if output == protected_path or output in protected_path.parents:
-            fact = f"{output_dir} is or holds {protected_path}, which it would replace"
-            raise SpecDecError(fact, "choose another folder for the output")
+    _protect(output_dir, inputs)
     if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
         remedy = "choose another folder, or replace it with --force"
         raise SpecDecError(f"{output_dir} exists and is not empty", remedy)
-    if os.path.ismount(output):
+    if os.path.ismount(output_dir.resolve()):
         raise SpecDecError(
             f"{output_dir} is a mount point, whose place no other folder can take",
             f"name a folder in it, such as {output_dir / 'output'}",
         )
-    parent = find_existing(output.parent)
+    parent = find_existing(output_dir.resolve().parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         lack = "is read-only" if parent.is_dir() else "is a file"
         raise SpecDecError(
             f"{output_dir} cannot be written: {parent} {lack}",
             "choose another folder, or check the permissions",
         )
+
+
+def _protect(output_dir: Path, inputs: Sequence[Path]) -> None:
+    """Raise SpecDecError where an output would take the place of inputs, or of this folder."""
+    output = output_dir.resolve()
+    for protected_path in (Path.cwd(), *(path.resolve() for path in inputs)):
+        if output == protected_path or output in protected_path.parents:
+            fact = f"{output_dir} is or holds {protected_path}, which it would replace"
+            raise SpecDecError(fact, "choose another folder for the output")
 
 
 def check_output_file(path: Path, *, force: bool) -> None:

@@ -79,6 +79,20 @@ class TensorInfo:
         return math.prod(self.shape) * int(np.dtype(DTYPES[self.dtype][1]).itemsize)
 
 
+def _parse_entry(entry: Any) -> tuple[str, list[int], int, int]:
+    """Return a header entry's type, shape and span; ValueError and its kin for a wrong one."""
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, begin, end]
+    if not isinstance(dtype, str) or not all(
+        type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
+    ):
+        raise ValueError
+    # An empty tensor may still claim dimensions that no array can have.
+    if len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) > MAX_NUMBER // 8:
+        raise ValueError
+    return dtype, shape, begin, end
+
+
 class TensorFile:
     """A safetensors file, mapped; every header claim is checked before a byte is used."""
 
@@ -93,19 +107,8 @@ class TensorFile:
         header_bytes = int.from_bytes(self._map[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, size - 8):
             raise self._damaged(f"claims a header of {header_bytes} bytes in a file of {size}")
-        try:
-            header = parse_json(self._map[8 : 8 + header_bytes])
-        except ValueError as error:
-            raise self._damaged(f"has a header that is not JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise self._damaged("has a header that is not an object")
-        metadata = header.pop("__metadata__", None)
-        metadata = {} if metadata is None else metadata
-        if not isinstance(metadata, dict) or not all(
-            isinstance(value, str) for value in metadata.values()
-        ):
-            raise self._damaged("has metadata that is not a table of texts")
-        self.metadata: dict[str, str] = metadata
+        header = self._parse_header(self._map[8 : 8 + header_bytes])
+        self.metadata: dict[str, str] = self._take_metadata(header)
         self._data_start = 8 + header_bytes
         self._offsets: dict[str, int] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -115,27 +118,40 @@ class TensorFile:
             self.tensors[name] = info
             self._offsets[name] = begin
             spans.append((begin, end, name))
+        self._check_spans(spans, size - self._data_start)
+
+    def _parse_header(self, header_bytes: bytes) -> dict[str, Any]:
+        try:
+            header = parse_json(header_bytes)
+        except ValueError as error:
+            raise self._damaged(f"has a header that is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise self._damaged("has a header that is not an object")
+        return header
+
+    def _take_metadata(self, header: dict[str, Any]) -> dict[str, str]:
+        """Take the table of texts out of a header that is no tensor's entry."""
+        metadata = header.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict) or not all(
+            isinstance(value, str) for value in metadata.values()
+        ):
+            raise self._damaged("has metadata that is not a table of texts")
+        return metadata
+
+    def _check_spans(self, spans: list[tuple[int, int, str]], num_bytes: int) -> None:
+        """Raise SpecDecError where tensors overlap, or leave bytes of the data between them."""
         position = 0
         for begin, end, name in sorted(spans):
             if begin != position:
                 raise self._damaged(f"places {name!r} at byte {begin}, expected {position}")
             position = end
-        if self._data_start + position != size:
-            raise self._damaged(
-                f"describes {position} bytes of tensors but holds {size - self._data_start}"
-            )
+        if position != num_bytes:
+            raise self._damaged(f"describes {position} bytes of tensors but holds {num_bytes}")
 
     def _read_entry(self, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
         try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            numbers = [*shape, begin, end]
-            if not isinstance(dtype, str) or not all(
-                type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
-            ):
-                raise ValueError
-            # An empty tensor may still claim dimensions that no array can have.
-            if len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) > MAX_NUMBER // 8:
-                raise ValueError
+            dtype, shape, begin, end = _parse_entry(entry)
         except (TypeError, KeyError, ValueError):
             raise self._damaged(f"has an unreadable entry for {name!r}") from None
         if dtype not in _FROM_HEADER:

@@ -142,22 +142,26 @@ class GgufModel:
         """Yield the modules of a layer within a stored tensor, with their rows."""
         hf_module = self.architecture.modules.get(module)
         is_turned = self.architecture.interleaves and module in ("attn_q", "attn_k")
-        if hf_module is not None and "{expert}" in hf_module:
-            for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
-                entry = GgufTensor(stored, stored.shape[1:], start=expert * stored.shape[1])
-                yield hf_module.format(expert=expert), entry
-        elif hf_module is not None and not is_turned:
-            yield hf_module, self._open(hf_module, stored)
-        elif hf_module is not None:
-            yield from self._split_heads((module,), stored)
-        elif module == "attn_qkv":
+        if module == "attn_qkv" and hf_module is None:
             yield from self._split_heads(("attn_q", "attn_k", "attn_v"), stored)
-        elif module == "ssm_ba":  # of each key head the rows of b, then those of a
-            key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
-            turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
-            for letter, order in zip("ba", turns, strict=True):
-                shape = (count, *stored.shape[1:])
-                yield f"linear_attn.in_proj_{letter}", GgufTensor(stored, shape, order=order)
+        elif module == "ssm_ba" and hf_module is None:
+            yield from self._split_letters(stored)
+        elif hf_module is None:
+            return
+        elif "{expert}" in hf_module:
+            yield from _split_experts(hf_module, stored)
+        elif is_turned:
+            yield from self._split_heads((module,), stored)
+        else:
+            yield hf_module, self._open(hf_module, stored)
+
+    def _split_letters(self, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
+        """Yield the projections b and a, whose rows each key head has one after the other."""
+        key_heads, count = (self.config[f"linear_num_{k}_heads"] for k in ("key", "value"))
+        turns = np.arange(2 * count).reshape(key_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
+        for letter, order in zip("ba", turns, strict=True):
+            shape = (count, *stored.shape[1:])
+            yield f"linear_attn.in_proj_{letter}", GgufTensor(stored, shape, order=order)
 
     def _split_heads(
         self, modules: tuple[str, ...], stored: StoredTensor
@@ -272,3 +276,10 @@ def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Arr
         num_qk_rows = 2 * num * config["linear_key_head_dim"]
         order = np.concatenate([np.arange(num_qk_rows), num_qk_rows + order])
     return order, None
+
+
+def _split_experts(hf_module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the experts' matrices of a stored tensor [E, rows, columns]."""
+    for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
+        entry = GgufTensor(stored, stored.shape[1:], start=expert * stored.shape[1])
+        yield hf_module.format(expert=expert), entry

@@ -80,10 +80,8 @@ def place_drafter(settings: S, folder: Path | None = None) -> S:
     general = METHODS["redrafter"].folder
     assert general is not None
     flag, name = name_flag(general), getattr(settings, general)
-    own_options = {m.folder for m in METHODS.values() if m.folder} - {general}
     folder = Path(name) if name is not None and folder is None else folder
-    is_named = any(getattr(settings, option) for option in own_options)
-    if folder is None or not folder.is_dir() or is_named:
+    if folder is None or not folder.is_dir() or _names_drafter(settings, general):
         return settings
     kind = recognize_drafter(folder, flag)
     option = "draft_model_dir" if kind == MODEL else METHODS[kind].folder
@@ -100,6 +98,12 @@ def place_drafter(settings: S, folder: Path | None = None) -> S:
         settings, **{general: None, option: name}
     )
     return changed  # type: ignore[no-any-return]
+
+
+def _names_drafter(settings: object, general: str) -> bool:
+    """Return whether a method's own option, other than the general one, names a drafter."""
+    options = {method.folder for method in METHODS.values() if method.folder} - {general}
+    return any(getattr(settings, option) for option in options)
 
 
 def _refuse_redrafter_options(settings: object, fact: str) -> None:

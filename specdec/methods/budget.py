@@ -40,16 +40,16 @@ def read_budget(settings: Any) -> DraftBudget:
     """Return what is asked for; raise UsageError where two options contradict one another."""
     text = as_options(settings, BudgetDraft).draft_budget
     pair = as_options(settings, DraftTargetDraft)
-    mode: Mode | None = None if text is None else "auto" if text == "auto" else "fixed"
     head = as_options(settings, MtpDraft).mtp_num_draft_tokens
     lengths = {"--draft-len auto": pair.draft_len, "--mtp-num-draft-tokens auto": head}
     auto = [flag for flag, length in lengths.items() if length == "auto"]
-    if mode == "fixed" and auto:
+    if text is None:
+        return DraftBudget("auto", auto[0]) if auto else DraftBudget()
+    if text == "auto":
+        return DraftBudget("auto", "--draft-budget auto")
+    if auto:
         raise UsageError(f"--draft-budget fixed and {auto[0]} are both given", "give one")
-    if mode == "fixed" and pair.draft_engine_dir is not None:
-        draft_sizes = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
-        if all(length is None for length in draft_sizes):
-            raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
-    if mode is not None:
-        return DraftBudget(mode, f"--draft-budget {mode}")
-    return DraftBudget("auto", auto[0]) if auto else DraftBudget()
+    draft_sizes = (pair.draft_len, pair.draft_target_model_config, pair.draft_tree_tokens)
+    if pair.draft_engine_dir is not None and all(size is None for size in draft_sizes):
+        raise UsageError("--draft-budget fixed without --draft-len", "give --draft-len N")
+    return DraftBudget("fixed", "--draft-budget fixed")

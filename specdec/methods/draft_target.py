@@ -113,20 +113,9 @@ def read_options(settings: Any) -> DraftOptions | None:
     given_options = [name for name in OPTIONS if getattr(pair, name)]
     names = ", ".join(name_flag(name) for name in given_options)
     if pair.draft_engine_dir is None:
-        if adapts_drafts(settings):
-            given_options, names = given_options[1:], names.partition(", ")[2]
-        for name, is_given in (
-            ("draft_tokenizer_dir", pair.draft_tokenizer_dir is not None),
-            ("draft_vocabulary", pair.draft_vocabulary != "same"),
-            ("draft_tree_tokens", pair.draft_tree_tokens is not None),
-        ):
-            if is_given:
-                given_options, names = [name], name_flag(name)
-        if combined_text is not None or given_options:
-            raise UsageError(
-                f"{names or '--draft-target-model-config'} without --draft-engine-dir",
-                "give the draft model's engine",
-            )
+        _refuse_without_engine(
+            pair, given_options[1:] if adapts_drafts(settings) else given_options
+        )
         return None
     refuse_contradictions(settings, [no_speculation("draft_engine_dir")])
     options = (
@@ -139,6 +128,23 @@ def read_options(settings: Any) -> DraftOptions | None:
             "leave one of them out",
         )
     return options
+
+
+def _refuse_without_engine(pair: DraftTargetDraft, given_options: list[str]) -> None:
+    """Raise UsageError for options of a draft model where no engine of one is named."""
+    for name, is_given in (
+        ("draft_tokenizer_dir", pair.draft_tokenizer_dir is not None),
+        ("draft_vocabulary", pair.draft_vocabulary != "same"),
+        ("draft_tree_tokens", pair.draft_tree_tokens is not None),
+    ):
+        if is_given:
+            given_options = [name]
+    if pair.draft_target_model_config is not None or given_options:
+        names = ", ".join(name_flag(name) for name in given_options)
+        raise UsageError(
+            f"{names or '--draft-target-model-config'} without --draft-engine-dir",
+            "give the draft model's engine",
+        )
 
 
 def _read_pair(pair: DraftTargetDraft) -> DraftOptions:

@@ -134,9 +134,7 @@ def _read_one(reader: ConfigReader) -> Rotary:
     are_both = scaling_4 and scaling_5 or list_kinds(earlier) and list_kinds(parameters)
     nested = parameters.get("rope_theta", earlier.get("rope_theta"))
     theta = reader.config.get("rope_theta")
-    objects = (reader.config, parameters)
-    factors = {_get_number(reader.enter(object_), "partial_rotary_factor") for object_ in objects}
-    fractions = sorted(factor for factor in factors if factor is not None)
+    fractions = _list_fractions(reader, parameters)
     fraction_text = " and ".join(f"{fraction:g}" for fraction in fractions)
     for is_wrong, fact in (
         (scaling_4 != scaling_5 and are_both,
@@ -153,6 +151,13 @@ def _read_one(reader: ConfigReader) -> Rotary:
         base=_get_number(theta_reader, "rope_theta"), scaling=scaling_5 or scaling_4 or None,
         fraction=max(fractions, default=None),
     )  # fmt: skip
+
+
+def _list_fractions(reader: ConfigReader, parameters: Mapping[str, Any]) -> list[float]:
+    """List the different fractions of rotated dimensions that a configuration names."""
+    readers = (reader, reader.enter(parameters))
+    factors = {_get_number(one_reader, "partial_rotary_factor") for one_reader in readers}
+    return sorted(factor for factor in factors if factor is not None)
 
 
 def _refuse_beta(reader: ConfigReader, objects: Iterable[Mapping[str, Any]]) -> None:
@@ -191,21 +196,27 @@ def list_layouts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
     """
     for name, value in config.items():
         words = set(re.split(r"[^a-z0-9]+", f"{prefix}{name}".lower()))
-        field_words = set(re.split(r"[^a-z0-9]+", name.lower()))
         rotates = not words.isdisjoint(("rope", "rotary", "neox"))
         rotates = rotates or name == "position_embedding_type"
         is_other = not words.isdisjoint(("mrope", "indexer"))  # kinds that no model here has
-        text = str(value).lower()
         if isinstance(value, dict):
             yield from list_layouts(value, f"{prefix}{name}.")
         elif value is None or not rotates or is_other:
             continue
-        elif "neox" in field_words:
-            yield prefix + name, value, text in NO
-        elif any(word.startswith("interleav") or word == "traditional" for word in field_words):
-            yield prefix + name, value, text not in NO
-        elif field_words & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
-            yield prefix + name, value, re.search("neox|half", text) is None
+        elif (interleaves := _find_interleaving(name, str(value).lower())) is not None:
+            yield prefix + name, value, interleaves
+
+
+def _find_interleaving(name: str, text: str) -> bool | None:
+    """Return whether a field's value means interleaved pairs; None of fields about other things."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if "neox" in words:
+        return text in NO
+    if any(word.startswith("interleav") or word == "traditional" for word in words):
+        return text not in NO
+    if words & {"style", "layout"} or re.search(r"interleav|gpt_?j", text):
+        return re.search("neox|half", text) is None
+    return None
 
 
 def count_experts(reader: ConfigReader, default: int | None = None) -> int:

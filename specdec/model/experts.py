@@ -105,6 +105,22 @@ def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
         "mapping.moe_tp_size": mapping.get("moe_tp_size", tp_size),
         "mapping.moe_ep_size": mapping.get("moe_ep_size", 1),
     }  # fmt: skip
+    _check_numbers(numbers, mode)
+    return Experts(
+        num=numbers["moe.num_experts"], top_k=numbers["moe.top_k"],
+        inner=numbers["moe_intermediate_size"] or config["intermediate_size"],
+        shared_inner=numbers["moe_shared_expert_intermediate_size"],
+        renormalizes=mode == RENORMALIZES, tp_size=numbers["mapping.moe_tp_size"],
+        ep_size=numbers["mapping.moe_ep_size"],
+        shared_name=NAME_014 if any(key in moe for key in KEYS_014) else NAME_1X,
+    )  # fmt: skip
+
+
+def _check_numbers(numbers: Mapping[str, Any], mode: Any) -> None:
+    """Raise SpecDecError for keys, by their places in config.json, that are no whole numbers.
+
+    mode: that of moe.normalization_mode.
+    """
     problems = Problems()
     for name, value in numbers.items():
         if type(value) is not int:
@@ -115,14 +131,6 @@ def parse_experts(config: Mapping[str, Any], tp_size: int) -> Experts:
             f"known are {KEEPS} (softmax over all experts) and {RENORMALIZES} (over the chosen)",
         )
     problems.raise_all()
-    return Experts(
-        num=numbers["moe.num_experts"], top_k=numbers["moe.top_k"],
-        inner=numbers["moe_intermediate_size"] or config["intermediate_size"],
-        shared_inner=numbers["moe_shared_expert_intermediate_size"],
-        renormalizes=mode == RENORMALIZES, tp_size=numbers["mapping.moe_tp_size"],
-        ep_size=numbers["mapping.moe_ep_size"],
-        shared_name=NAME_014 if any(key in moe for key in KEYS_014) else NAME_1X,
-    )  # fmt: skip
 
 
 def describe_experts(experts: Experts, version: str) -> dict[str, Any]:

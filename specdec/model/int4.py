@@ -180,19 +180,7 @@ def describe_int4(
     """
     num_rows, num_inputs = shape
     scales = stored.get(f"{module}.{WEIGHT_SCALE}", TensorInfo("float32", (num_rows, 1)))
-    num_groups = scales.shape[1] if len(scales.shape) == 2 else 0
-    if num_rows % 2 or num_groups < 1 or num_inputs % num_groups:
-        raise SpecDecError(
-            f"{module}: scales {list(scales.shape)} are not those of a four-bit matrix"
-            f" {list(shape)}: the rows must be even in number, the columns a multiple of the"
-            " groups",
-            "convert the model again",
-        )
-    if scales.dtype not in SCALE_DTYPES:
-        raise SpecDecError(
-            f"{module}.{WEIGHT_SCALE} is {scales.dtype}, not one of {', '.join(SCALE_DTYPES)}",
-            "convert the model again",
-        )
+    num_groups = _count_groups(module, shape, scales)
     weight = stored.get(f"{module}.weight")
     dtype = weight.dtype if weight is not None and weight.dtype in INT4_STORAGE else "int8"
     expected = {
@@ -209,6 +197,25 @@ def describe_int4(
     if f"{module}.{PERMUTATION}" in stored:
         expected[PERMUTATION] = TensorInfo("int32", (num_inputs,))
     return {f"{module}.{kind}": info for kind, info in expected.items()}
+
+
+def _count_groups(module: str, shape: tuple[int, int], scales: TensorInfo) -> int:
+    """Return the groups of a row by the scales of a matrix; SpecDecError for impossible ones."""
+    num_rows, num_inputs = shape
+    num_groups = scales.shape[1] if len(scales.shape) == 2 else 0
+    if num_rows % 2 or num_groups < 1 or num_inputs % num_groups:
+        raise SpecDecError(
+            f"{module}: scales {list(scales.shape)} are not those of a four-bit matrix"
+            f" {list(shape)}: the rows must be even in number, the columns a multiple of the"
+            " groups",
+            "convert the model again",
+        )
+    if scales.dtype not in SCALE_DTYPES:
+        raise SpecDecError(
+            f"{module}.{WEIGHT_SCALE} is {scales.dtype}, not one of {', '.join(SCALE_DTYPES)}",
+            "convert the model again",
+        )
+    return num_groups
 
 
 def find_damage(matrix: Int4Matrix) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specdec.errors import SpecDecError
@@ -151,24 +151,42 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
             f"checkpoint config: quantization is {section!r}, not an object", "correct the key"
         )
     # TensorRT-LLM has a name for "none" as well.
-    algorithms = [section.get(key) for key in ("quant_algo", "kv_cache_quant_algo")]
-    algorithm, cache = (None if value in ("", "NO_QUANT") else value for value in algorithms)
-    excluded, group_size = section.get("exclude_modules"), section.get("group_size", 128)
-    are_names = isinstance(excluded, list) and {type(name) for name in excluded} <= {str}
-    is_size = type(group_size) is int and (group_size >= 1 or group_size == WHOLE_ROWS)
-    for key, is_good, expected_words in (
-        ("quant_algo", isinstance(algorithm, str | None), "a text or null"),
-        ("kv_cache_quant_algo", isinstance(cache, str | None), "a text or null"),
-        ("exclude_modules", excluded is None or are_names, "a list of names"),
-        ("group_size", is_size, "a positive number"),
-    ):
-        if not is_good:
+    fields: dict[str, Any] = {
+        key: None if section.get(key) in ("", "NO_QUANT") else section.get(key)
+        for key in ("quant_algo", "kv_cache_quant_algo")
+    }
+    fields |= {key: section[key] for key in ("exclude_modules", "group_size") if key in section}
+    for key, value in fields.items():
+        is_good, expected_words = FIELD_CHECKS[key]
+        if not is_good(value):
             fact = f"quantization.{key} is {section.get(key)!r}, not {expected_words}"
             raise SpecDecError(f"checkpoint config: {fact}", "correct the key")
-    return Quantization(
-        group_size=group_size, quant_algo=algorithm, kv_cache_quant_algo=cache,
-        exclude_modules=None if excluded is None else tuple(excluded),
-    )  # fmt: skip
+    if fields.get("exclude_modules") is not None:
+        fields["exclude_modules"] = tuple(fields["exclude_modules"])
+    return Quantization(**fields)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | None)
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    )
+
+
+def _is_group_size(value: Any) -> bool:
+    return type(value) is int and (value >= 1 or value == WHOLE_ROWS)
+
+
+# By field of a checkpoint's `quantization`: a check of its value, and the words for a good one.
+FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "quant_algo": (_is_text, "a text or null"),
+    "kv_cache_quant_algo": (_is_text, "a text or null"),
+    "exclude_modules": (_are_names, "a list of names"),
+    "group_size": (_is_group_size, "a positive number"),
+}
 
 
 def find_contradictions(

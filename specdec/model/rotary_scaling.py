@@ -109,11 +109,7 @@ def _find_key_faults(kind: str, scaling: Mapping[str, Any], num_pairs: int) -> l
 def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
     """Find what is wrong with a key's value by itself."""
     if key in ("short_factor", "long_factor"):
-        numbers = value if isinstance(value, list) else []
-        if len(numbers) == num_pairs and all(_is_number(number) for number in numbers):
-            return None
-        description = f"of {len(value)} values" if isinstance(value, list) else shorten(value)
-        return f"{key} {description}, not {num_pairs} positive numbers"
+        return _find_factor_fault(key, value, num_pairs)
     if key == "truncate":
         is_good = isinstance(value, bool)
     elif key == "original_max_position_embeddings":
@@ -122,6 +118,15 @@ def _find_fault(key: str, value: Any, num_pairs: int) -> str | None:
         # 0 of these two is what their absence is.
         is_good = _is_number(value) or (key in ("mscale", "mscale_all_dim") and value == 0)
     return None if is_good else f"{key} {shorten(value)}"
+
+
+def _find_factor_fault(key: str, value: Any, num_pairs: int) -> str | None:
+    """Find what is wrong with a list of factors, one for each rotated pair."""
+    numbers = value if isinstance(value, list) else []
+    if len(numbers) == num_pairs and all(_is_number(number) for number in numbers):
+        return None
+    description = f"of {len(value)} values" if isinstance(value, list) else shorten(value)
+    return f"{key} {description}, not {num_pairs} positive numbers"
 
 
 def _is_number(value: Any) -> bool:

@@ -238,8 +238,8 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t near = blocks == 3 ? kThreeAhead : kPrefetchBytes;
   static thread_local std::vector<Line> scratch;
   const bool is_long = M * N * depth > kParallelWork;
-  with_crew(is_long, [&] {
-    Line *inputs = borrow(scratch, blocks * bands * rows);
+  run_in_team(is_long, [&] {
+    Line *inputs = reserve(scratch, blocks * bands * rows);
     const int64_t parts = (bands + kPackBands - 1) / kPackBands;
     for_each(blocks * parts, is_long && M * depth > kPackedAlone, [&](int64_t part) {
       const int64_t block = part / parts, start = part % parts * kPackBands;
@@ -260,11 +260,11 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
     const int64_t sums_size = blocks * rows * kTile;  // of a tile
     const int64_t kept = is_only ? together : std::max(together, kPutTiles);
     const char *first = reinterpret_cast<const char *>(packed);
-    share_repeatable(tiles, kept, is_long, [=](const Hold &hold, int64_t begin, int64_t last) {
+    share_repeatable(tiles, kept, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t last) {
       const Registers registers(rows, kBand, true);
       alignas(kLine) char rest[kManyTiles * kBandBytes];
       static thread_local std::vector<Line> sums_memory;
-      float *sums = reinterpret_cast<float *>(borrow(sums_memory, kept * sums_size * 4 / kLine));
+      float *sums = reinterpret_cast<float *>(reserve(sums_memory, kept * sums_size * 4 / kLine));
       for (int64_t t = begin; t < last; t += together) {
         const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
         const char *tile = first + t * tile_bytes;
@@ -314,7 +314,7 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
         }
         const int64_t finished = at + count;
         if (!is_alone && finished < kept && t + count < last) continue;
-        const auto put = [&] {
+        const auto write_results = [&] {
           if (is_alone)
             return put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile),
                             N, y);
@@ -325,7 +325,7 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
                        std::min(kTile, N - output), N, y + m * N);
             }
         };
-        if (!hold.put(put)) return;
+        if (!claim.write(write_results)) return;
       }
     });
   });
@@ -451,9 +451,9 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   static thread_local std::vector<Line> x_memory;
   static thread_local std::vector<uint32_t> heads_memory;
   const bool is_long = M * N * w.depth > kParallelWork;
-  with_crew(is_long, [&] {
-    char *inputs = borrow(x_memory, blocks * x_bytes / kLine)->bytes;
-    uint32_t *heads = borrow(heads_memory, blocks * w.groups * head);
+  run_in_team(is_long, [&] {
+    char *inputs = reserve(x_memory, blocks * x_bytes / kLine)->bytes;
+    uint32_t *heads = reserve(heads_memory, blocks * w.groups * head);
     for_each(w.groups, is_long, [&](int64_t g) {
       for (int64_t m = 0; m < blocks * rows; ++m) {
         const int64_t block = m / rows, r = m % rows;
@@ -469,11 +469,11 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
           std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
       }
     });
-    share_repeatable(tiles, 1, is_long, [=](const Hold &hold, int64_t begin, int64_t last) {
+    share_repeatable(tiles, 1, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t last) {
       const Registers registers(rows, part_words);
       alignas(kLine) static thread_local char unpacked[kAmxChunk * kTile] = {};
       static thread_local std::vector<Line> sums_memory;
-      float *sums = reinterpret_cast<float *>(borrow(sums_memory, blocks * rows * kTile * 4 / kLine));
+      float *sums = reinterpret_cast<float *>(reserve(sums_memory, blocks * rows * kTile * 4 / kLine));
       for (int64_t t = begin; t < last; ++t) {
         const char *tile = w.tiles + t * w.tile_bytes;
         std::fill_n(sums, blocks * rows * kTile, 0.0f);
@@ -499,10 +499,10 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
                   sums + block * rows * kTile + k * kVector);
         }
         const int64_t output = t * kTile;
-        const auto put = [&] {
+        const auto write_results = [&] {
           put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
         };
-        if (!hold.put(put)) return;
+        if (!claim.write(write_results)) return;
       }
     });
   });

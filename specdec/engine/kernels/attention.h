@@ -72,20 +72,20 @@ class Attend {
   void run() {
     for_each(step.B * step.T, step.B * step.T * stride > kParallelWork, [&](int64_t bt) { rotate(bt); });
     const bool is_long = step.B * step.T * heads.N * heads.H * longest > kParallelWork;
-    with_crew(is_long, [&] {
+    run_in_team(is_long, [&] {
       const int64_t threads = is_long ? count_threads() : 1, all_tiles = step.B * heads.K * num_tiles;
       if (all_tiles % threads != 0)
         num_slices = std::min(most_blocks, (4 * threads + all_tiles - 1) / all_tiles);
       static thread_local std::vector<float> memory;
-      if (num_slices > 1) partials = borrow(memory, all_tiles * most_blocks * partial_size);
+      if (num_slices > 1) partials = reserve(memory, all_tiles * most_blocks * partial_size);
       const Attend copy = *this;
       share_repeatable(all_tiles * num_slices, 1, is_long,
-                       [copy](const Hold &hold, int64_t begin, int64_t end) {
-                         copy.run_slices(hold, begin, end);
+                       [copy](const ChunkClaim &claim, int64_t begin, int64_t end) {
+                         copy.run_slices(claim, begin, end);
                        });
       if (num_slices == 1) return;
-      share_repeatable(all_tiles, 1, is_long, [copy](const Hold &hold, int64_t begin, int64_t end) {
-        copy.merge_tiles(hold, begin, end);
+      share_repeatable(all_tiles, 1, is_long, [copy](const ChunkClaim &claim, int64_t begin, int64_t end) {
+        copy.merge_tiles(claim, begin, end);
       });
     });
   }
@@ -143,7 +143,7 @@ class Attend {
     const int64_t size =
         kByBands ? LaneWorkspace::measure(padded_queries, heads.H, step.C)
                  : tile_size * (heads.H + 2 * line_size) + kSpan * width + kBlockPositions;
-    return reinterpret_cast<float *>(borrow(memory, (2 * partial_size + size) * 4 / kLine + 1));
+    return reinterpret_cast<float *>(reserve(memory, (2 * partial_size + size) * 4 / kLine + 1));
   }
 
   void rotate(int64_t bt) {
@@ -227,8 +227,8 @@ class Attend {
                        [](uint8_t is_set) { return is_set != 0; });
   }
 
-  void write_outputs(const Hold &hold, const QueryTile &tile, const PartialOutput &partial) const {
-    hold.put([&] {
+  void write_outputs(const ChunkClaim &claim, const QueryTile &tile, const PartialOutput &partial) const {
+    claim.write([&] {
       for (int64_t q = 0; q < tile.count; ++q) {
         const float *sums = partial.sums + q * width;
         E *to = out + ((tile.b * step.T + get_token(tile, q)) * heads.N + get_head(tile, q)) * heads.H;
@@ -242,32 +242,32 @@ class Attend {
     return PartialOutput(memory, padded_queries, width);
   }
 
-  void run_slices(const Hold &hold, int64_t begin, int64_t end) const {
+  void run_slices(const ChunkClaim &claim, int64_t begin, int64_t end) const {
     Workspace memory(*this, borrow_memory());
     for (int64_t at = begin; at < end; ++at) {
       const QueryTile tile = get_tile(at / num_slices);
       if (!needs_output(tile)) continue;
       if (num_slices > 1) {
         run_slice(memory, tile, at % num_slices, [&](int64_t block, const PartialOutput &partial) {
-          hold.put([&] { std::copy_n(partial.sums, partial_size, get_partial(tile, block).sums); });
+          claim.write([&] { std::copy_n(partial.sums, partial_size, get_partial(tile, block).sums); });
         });
         continue;
       }
       memory.whole.clear(tile.count);
       run_slice(memory, tile, 0,
                 [&](int64_t, const PartialOutput &partial) { memory.whole.add(partial, tile.count); });
-      write_outputs(hold, tile, memory.whole);
+      write_outputs(claim, tile, memory.whole);
     }
   }
 
-  void merge_tiles(const Hold &hold, int64_t begin, int64_t end) const {
+  void merge_tiles(const ChunkClaim &claim, int64_t begin, int64_t end) const {
     const PartialOutput whole(borrow_memory(), padded_queries, width);
     for (int64_t at = begin; at < end; ++at) {
       const QueryTile tile = get_tile(at);
       if (!needs_output(tile)) continue;
       whole.clear(tile.count);
       for (int64_t i = 0; i < tile.range.count(); ++i) whole.add(get_partial(tile, i), tile.count);
-      write_outputs(hold, tile, whole);
+      write_outputs(claim, tile, whole);
     }
   }
 

@@ -84,10 +84,10 @@ struct DeltaNet {
     }
     M = static_cast<int64_t>(tokens.size());
     static thread_local std::vector<float> memory;
-    mixed = borrow(memory, M * (C + s.V * s.J)), outputs = mixed + M * C;
+    mixed = reserve(memory, M * (C + s.V * s.J)), outputs = mixed + M * C;
     strengths.resize(M * s.V);
     fades.resize(M * s.V);
-    with_crew(M * s.V * s.J * s.I > kParallelWork, [&] {
+    run_in_team(M * s.V * s.J * s.I > kParallelWork, [&] {
       const int64_t heads = 2 * s.K + s.V, blocks = (s.J + kStateColumns - 1) / kStateColumns;
       for_each(M * heads, true, [&](int64_t i) { prepare(i / heads, i % heads); });
       for_each(num_runs * s.V * blocks, true, [&](int64_t i) {

@@ -407,7 +407,7 @@ inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bi
 // y = x W^T + bias for the tiles from `begin` to `end` and rows of one block, which read each tile once.
 template <typename Matrix, typename B, typename O>
 void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
-                    const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
+                    const ChunkClaim &claim, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
   const int64_t wide = count_wide<Matrix>(static_cast<int>(rows));
   const int64_t ahead = w.header + (rows <= Matrix::kNearRows ? kNearBytes : kPrefetchBytes);
   float sums[kWideTiles * kMaxRows * kTile];
@@ -416,10 +416,10 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
     const char *tile = w.tiles + t * w.tile_bytes;
     const Fetch<kFetchesFar> fetch{tile + ahead, kStepBytes};
     add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
-    const auto put = [&] {
+    const auto write_results = [&] {
       put_sums(sums, rows, width, bias, output, std::min(width, N - output), stride, y);
     };
-    if (!hold.put(put)) return;
+    if (!claim.write(write_results)) return;
     t += count;
   }
 }
@@ -429,7 +429,7 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
 // time.
 template <typename Matrix, typename B, typename O>
 void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const B *bias,
-                     const Hold &hold, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
+                     const ChunkClaim &claim, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
   static thread_local std::vector<float> sums;
   sums.resize(blocks.rows * kTile);
   for (int64_t t = begin; t < end; ++t) {
@@ -444,11 +444,11 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
                   sums.data() + blocks.begin(b) * kTile);
       }
     }
-    const auto put = [&] {
+    const auto write_results = [&] {
       put_sums(sums.data(), blocks.rows, kTile, bias, output, std::min(kTile, N - output), stride,
                y);
     };
-    if (!hold.put(put)) return;
+    if (!claim.write(write_results)) return;
   }
 }
 
@@ -464,19 +464,19 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
   const Blocks blocks{M, (M + Matrix::kMostRows - 1) / Matrix::kMostRows};
   static thread_local std::vector<Input> scratch;
   const bool is_long = M * N * depth > kParallelWork;
-  with_crew(is_long, [&] {
-    Input *inputs = borrow(scratch, M * row);
+  run_in_team(is_long, [&] {
+    Input *inputs = reserve(scratch, M * row);
     for_each((steps + w.turn - 1) / w.turn, is_long && M * depth > kPackedAlone, [&](int64_t turn) {
       const int64_t step = turn * w.turn;
       for (int64_t b = 0; b < blocks.count; ++b)
         w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + w.turn, steps),
                inputs + blocks.begin(b) * row);
     });
-    share_repeatable(tiles, kWideTiles, is_long, [=](const Hold &hold, int64_t begin, int64_t end) {
+    share_repeatable(tiles, kWideTiles, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t end) {
       if (blocks.count > 1)
-        multiply_blocks(w, blocks, inputs, bias, hold, begin, end, N, stride, y);
+        multiply_blocks(w, blocks, inputs, bias, claim, begin, end, N, stride, y);
       else
-        multiply_block(w, M, inputs, bias, hold, begin, end, N, stride, y);
+        multiply_block(w, M, inputs, bias, claim, begin, end, N, stride, y);
     });
   });
 }

@@ -181,7 +181,7 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
   std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
   std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
-  const Settling settling;  // before these are gone
+  const MembersWait members_wait;  // before these are gone
   if (first == nullptr)
     add_norm<E>(x, nullptr, nullptr, share, layers->norm, layers->norm_bias, out, M, s.D, epsilon);
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
