@@ -217,8 +217,8 @@ def _walk(
         probs = process_logits(logits[rows, nodes], [walk.sampler.params for walk in walks])
         uniforms = [walk.sampler.get_uniform(CHOICE, walk.next_position) for walk in walks]
         walks_ahead = []
-        for walk, *drawn in zip(walks, draw(probs, uniforms), probs, uniforms, strict=True):
-            bonus_token = walk.go_on(*drawn)
+        for walk, *choice in zip(walks, draw(probs, uniforms), probs, uniforms, strict=True):
+            bonus_token = walk.go_on(*choice)
             if bonus_token is None:
                 walks_ahead.append(walk)
             else:

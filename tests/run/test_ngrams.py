@@ -395,8 +395,8 @@ def test_a_draft_model_has_a_length_of_its_own(folder: Path) -> None:
     for mode in MODES:
         engine = TorchEngine(folder / mode, device="cpu")
         draft = TorchEngine(folder / "plain", device="cpu")
-        proposer = attach_draft(engine, draft, draft_len=None, use_logits=False)
-        lengths[mode] = proposer.max_draft_tokens
+        drafter = attach_draft(engine, draft, draft_len=None, use_logits=False)
+        lengths[mode] = drafter.max_draft_tokens
         engine.close()
     assert lengths == {"draft_tokens_external": 6, "lookahead_decoding": 23, "plain": 8}
 

@@ -92,24 +92,18 @@ def attach_draft(
     most; None for a chain. fits_budget: whether only the part worth its time is verified. tokens:
     which of the models' tokens are the same; None is all of them.
     """
-    target_build, draft_build = target.config.build, draft.config.build
-    problems = find_length_problems(target.config, draft_len, tree_tokens)
+    draft_build = draft.config.build
     models = target.config.checkpoint.model, draft.config.checkpoint.model
     hybrids = [model.architecture for model in models if model.linear_attention is not None]
+    problems = find_length_problems(target.config, draft_len, tree_tokens)
     if tree_tokens is not None and hybrids:
         problems.add(
             f"--draft-tree-tokens is given, and {hybrids[0]} is a hybrid whose states follow one"
             " text",
             "leave it out: a chain is drafted",
         )
-    is_fixed = draft.config.checkpoint.method is not None or draft.config.has_fixed_drafts
-    if is_fixed and draft_build.speculative_decoding_mode is not None:
-        problems.add(
-            f"the draft engine was built with speculative_decoding_mode"
-            f" {draft_build.speculative_decoding_mode}",
-            "give a plain engine as --draft-engine-dir",
-        )
-    _warn_of_length(target_build, draft_build)
+    problems += _find_mode_problems(draft.config)
+    _warn_of_length(target.config.build, draft_build)
     problems.raise_all()
     tokens = tokens or SameTokens(models[0].vocab_size, draft.decoder.model.vocab_size)
     limits = draft_build.max_num_tokens, draft_build.max_seq_len
@@ -130,6 +124,17 @@ def choose_length(config: EngineConfig) -> int:
     return config.build.max_draft_len or min(USUAL_LENGTH, config.draft_room)
 
 
+def _find_mode_problems(config: EngineConfig) -> Problems:
+    """List why a draft model's engine is none that only decodes."""
+    mode = config.build.speculative_decoding_mode
+    is_fixed = config.checkpoint.method is not None or config.has_fixed_drafts
+    return Problems.from_table(
+        (is_fixed and mode is not None,
+         f"the draft engine was built with speculative_decoding_mode {mode}",
+         "give a plain engine as --draft-engine-dir"),
+    )  # fmt: skip
+
+
 def _warn_of_length(target_build: BuildConfig, draft_build: BuildConfig) -> None:
     """Log where a draft engine has room for shorter texts than the target's engine."""
     if draft_build.max_seq_len < target_build.max_seq_len:
@@ -147,7 +152,7 @@ def find_length_problems(
 
     draft_len, tree_tokens: tokens of a chain and of a tree, None where no option says them.
     """
-    mode, longest = config.build.speculative_decoding_mode, config.build.max_draft_len
+    mode, max_draft_len = config.build.speculative_decoding_mode, config.build.max_draft_len
     if not config.has_fixed_drafts:
         return find_room_problems(config, METHOD, max(draft_len or 0, tree_tokens or 0))
     return Problems.from_table(
@@ -155,14 +160,14 @@ def find_length_problems(
          f"the target's engine was built with speculative_decoding_mode {mode}",
          "build it from a plain checkpoint with --speculative-decoding-mode draft_tokens_external"
          " --max-draft-len N"),
-        (mode == METHOD.mode and (draft_len or 0) > longest,
+        (mode == METHOD.mode and (draft_len or 0) > max_draft_len,
          f"the draft length is {draft_len}, the target's engine was built with max_draft_len"
-         f" {longest}",
-         f"draft {longest} or fewer, or build with --max-draft-len {draft_len}"),
-        (mode == METHOD.mode and (tree_tokens or 0) > longest,
+         f" {max_draft_len}",
+         f"draft {max_draft_len} or fewer, or build with --max-draft-len {draft_len}"),
+        (mode == METHOD.mode and (tree_tokens or 0) > max_draft_len,
          f"--draft-tree-tokens is {tree_tokens}, the target's engine was built with max_draft_len"
-         f" {longest}",
-         f"give at most {longest}, or build with --max-draft-len {tree_tokens}"),
+         f" {max_draft_len}",
+         f"give at most {max_draft_len}, or build with --max-draft-len {tree_tokens}"),
     )  # fmt: skip
 
 

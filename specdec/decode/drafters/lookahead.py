@@ -45,10 +45,10 @@ def make_drafter(context: DraftContext) -> LookaheadDrafter:
     """Open the window that is asked for, or the largest that the engine was built for."""
     assert context.engine is not None
     config = context.engine.config
-    mode, longest = config.build.speculative_decoding_mode, config.build.max_draft_len
+    mode, draft_room = config.build.speculative_decoding_mode, config.build.max_draft_len
     window: LookaheadConfig | None = context.options
     if window is None or config.has_fixed_drafts:
-        window = choose_lookahead(window, mode, longest)
+        window = choose_lookahead(window, mode, draft_room)
     assert window is not None
     context.check_room(METHOD, window.max_draft_tokens)
     return LookaheadDrafter(window, context.engine.decoder)

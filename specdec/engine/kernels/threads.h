@@ -171,8 +171,8 @@ struct Loop {
   alignas(16) char body[384] = {};
 
   void call(const ChunkClaim &claim, int64_t section, int64_t chunk) const {
-    const int64_t begin = size * section / num_sections + chunk * chunk_size;
     const int64_t end = size * (section + 1) / num_sections;
+    const int64_t begin = size * section / num_sections + chunk * chunk_size;
     if (begin < end) run(body, claim, begin, std::min(begin + chunk_size, end));
   }
 };
