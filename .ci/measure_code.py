@@ -40,7 +40,7 @@ LIMITS = {
     "names without a noun, per cent of bindings": 2.0,
     "docstrings that begin with What, The same or Whether": 0,
     "functions of a complexity above 20": 0,
-    "functions of a complexity above 12": 45,  # 60 is the goal: the number may only fall
+    "functions of a complexity above 12": 40,  # 60 is the goal: the number may only fall
     "functions nested deeper than 4": 0,
     "exceptions to the limit of complexity": 10,
     "files above 600 lines": 0,
