@@ -258,10 +258,20 @@ def find_engine_problems(
                                         ("draft.gpu_device_ids", theirs, draft)) if engine),
     )  # fmt: skip
     problems += find_window_problems(target, chosen)
-    if draft is None:
-        return problems
-    shares = set((ours or "0").split(",")) & set((theirs or "0").split(","))
-    return Problems([*problems, *Problems.from_table(
+    if draft is not None:
+        problems += find_pair_problems(target, draft, chosen, of_draft)
+    return problems
+
+
+def find_pair_problems(
+    target: EngineFolder, draft: EngineFolder, chosen: Mapping[str, str],
+    of_draft: Mapping[str, str],
+) -> Problems:  # fmt: skip
+    """List what keeps one engine from drafting for the other behind a server."""
+    devices, draft_devices = (
+        set((values.get("gpu_device_ids") or "0").split(",")) for values in (chosen, of_draft)
+    )
+    return Problems.from_table(
         *((name in {*chosen, *of_draft},
            f"--triton-parameters {name} with a draft engine: {reason}", "leave it out")
           for name, reason in sorted(FIXED_FOR_PAIRS.items())),
@@ -273,10 +283,10 @@ def find_engine_problems(
         *((not engine.has_paged_context_fmha,
            f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
            "build it with --use-paged-context-fmha enable") for engine in (target, draft)),
-        (shares and FRACTION not in {*chosen, *of_draft},
+        (devices & draft_devices and FRACTION not in {*chosen, *of_draft},
          "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
          f"give --triton-parameters {FRACTION}=0.4, or gpu_device_ids and draft.gpu_device_ids"),
-    )])  # fmt: skip
+    )  # fmt: skip
 
 
 def is_fraction(text: str) -> bool:

@@ -62,15 +62,7 @@ class EngineDrafter(Drafter):
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Run the draft model for all requests at once that have room for a draft."""
         texts = [get_text(request) for request in requests]
-        remaining = [request.remaining for request in requests]
-        # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
-        num_planned = self.max_draft_tokens
-        if self.pace is not None:
-            num_planned = self.pace.max_levels if self.pace.plan(remaining) else 0
-        counts = [
-            min(num_planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
-            for room, text in zip(remaining, texts, strict=True)
-        ]
+        counts = self._plan_counts(requests, texts)
         drafts = list_roots(requests)
         rows = [row for row, count in enumerate(counts) if count > 0]
         if not rows:
@@ -83,15 +75,29 @@ class EngineDrafter(Drafter):
             keep_logits=self._use_logits,
         )
         for row, output in zip(rows, outputs, strict=True):
-            # Up to what the target's vocabulary does not have.
-            shared_tokens = itertools.takewhile(
-                lambda t: t < self._vocab_size, output.tokens[: counts[row]]
-            )
-            if tokens := [*shared_tokens]:
+            if tokens := self._cut_tokens(output.tokens[: counts[row]]):
                 tree = pack_beams(requests[row].output_ids[-1], np.array([tokens]))
                 logits = None if output.logits is None else [*output.logits[: len(tokens)]]
                 drafts[row] = Candidates(tree, logits)
         return drafts
+
+    def _plan_counts(
+        self, requests: Sequence[ActiveRequest], texts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Return how many tokens to draft for each request: 0 where it has no room or cannot."""
+        remaining = [request.remaining for request in requests]
+        num_planned = self.max_draft_tokens
+        if self.pace is not None:
+            num_planned = self.pace.max_levels if self.pace.plan(remaining) else 0
+        # A token beyond the draft model's vocabulary can only be padding, which it cannot follow.
+        return [
+            min(num_planned, room - 1) if max(text) < self._runner.folder.vocab_size else 0
+            for room, text in zip(remaining, texts, strict=True)
+        ]
+
+    def _cut_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens before the first that the target's vocabulary does not have."""
+        return [*itertools.takewhile(lambda token: token < self._vocab_size, tokens)]
 
 
 def measure_costs(

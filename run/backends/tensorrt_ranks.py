@@ -85,6 +85,20 @@ def start_ranks(settings: RunSettings, size: int) -> None:
         command, env=environment, stdout=find_stdout(), stderr=subprocess.PIPE, text=True,
         encoding="utf-8", errors="replace",
     )  # fmt: skip
+    status, messages = _follow(child)
+    if status == 0:
+        return
+    if len(messages) == len(LABELS):
+        kind = UsageError if status == 2 else SpecDecError
+        message, hint = (messages[label] for label in LABELS)
+        raise kind(message, hint)
+    raise SpecDecError(
+        f"mpirun ended with status {status}", "what the ranks and mpirun said is above"
+    )
+
+
+def _follow(child: subprocess.Popen[str]) -> tuple[int, dict[str, str]]:
+    """Pass mpirun's lines on until it ends; return its status, and the ranks' error and hint."""
     assert child.stderr is not None
     messages: dict[str, str] = {}
     try:
@@ -100,12 +114,4 @@ def start_ranks(settings: RunSettings, size: int) -> None:
             child, first_signal=signal.SIGTERM
         )  # mpirun then ends its ranks, unless it is stuck
         raise
-    if status == 0:
-        return
-    if len(messages) == len(LABELS):
-        kind = UsageError if status == 2 else SpecDecError
-        message, hint = (messages[label] for label in LABELS)
-        raise kind(message, hint)
-    raise SpecDecError(
-        f"mpirun ended with status {status}", "what the ranks and mpirun said is above"
-    )
+    return status, messages

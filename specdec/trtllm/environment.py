@@ -22,6 +22,7 @@ from specdec.system.machine import (
 from .facts import explain_unknown, find_facts
 
 BUILD_COMMAND = "trtllm-build"
+REBUILD = "build the engine again here"  # the end of several remedies
 MIN_CAPABILITY = (8, 0)
 MIN_CAPABILITY_FP8 = (8, 9)
 
@@ -69,30 +70,45 @@ def compare_environments(
     A serialized engine loads only under the TensorRT that wrote it, and on the compute capability
     that it was made for; TensorRT-LLM's plugins are part of it.
     """
-    stops, warnings, rebuild = Problems(), Problems(), "build the engine again here"
-    for key, name in (("tensorrt_llm", "TensorRT-LLM"), ("tensorrt", "TensorRT")):
-        built, current_value = build_environment.get(key), getattr(environment, key)
-        is_known = (
-            key == "tensorrt" or current_value is None or find_facts(current_value) is not None
-        )
-        if current_value is None and key == "tensorrt_llm":
-            fact = f"the engine was built with {name} {built or 'of an unknown version'},"
-            package = f"tensorrt-llm{f'=={built}' if built else ''}"
-            remedy = f"install {package}, in NVIDIA's container for instance"
-            stops.add(f"{fact} which is not installed here", remedy)
-        elif current_value is not None and built not in (None, current_value):
-            remedy = f"install {name.lower()}=={built}" + (f", or {rebuild}" if is_known else "")
-            stops.add(f"the engine was built with {name} {built}, here is {current_value}", remedy)
-        elif not is_known:
-            stops.add(*explain_unknown(current_value))
+    stops = _compare_product(build_environment.get("tensorrt_llm"), environment.tensorrt_llm)
+    stops += _compare_library(build_environment.get("tensorrt"), environment.tensorrt)
+    warnings = Problems()
     built_cuda = build_environment.get("cuda")
     if None not in (built_cuda, environment.cuda) and built_cuda != environment.cuda:
         fact = f"the engine was built under CUDA {built_cuda}, here is {environment.cuda}"
-        warnings.add(fact, f"if it does not load, {rebuild}")
+        warnings.add(fact, f"if it does not load, {REBUILD}")
     stopping, further = _compare_gpus(
         build_environment.get("gpus") or [], environment.gpus, num_ranks
     )
     return Problems(stops + stopping), Problems(warnings + further)
+
+
+def _compare_product(built: str | None, installed: str | None) -> Problems:
+    """Compare the releases of TensorRT-LLM that built an engine and that is to run it."""
+    problems = Problems()
+    if installed is None:
+        package = f"tensorrt-llm{f'=={built}' if built else ''}"
+        return problems.add(
+            f"the engine was built with TensorRT-LLM {built or 'of an unknown version'}, which is"
+            " not installed here",
+            f"install {package}, in NVIDIA's container for instance",
+        )
+    is_known = find_facts(installed) is not None
+    if built not in (None, installed):
+        remedy = f"install tensorrt-llm=={built}" + (f", or {REBUILD}" if is_known else "")
+        problems.add(f"the engine was built with TensorRT-LLM {built}, here is {installed}", remedy)
+    elif not is_known:
+        problems.add(*explain_unknown(installed))
+    return problems
+
+
+def _compare_library(built: str | None, installed: str | None) -> Problems:
+    """Compare the versions of TensorRT that wrote an engine and that is to load it."""
+    return Problems.from_table(
+        (None not in (built, installed) and built != installed,
+         f"the engine was built with TensorRT {built}, here is {installed}",
+         f"install tensorrt=={built}, or {REBUILD}"),
+    )  # fmt: skip
 
 
 def _compare_gpus(

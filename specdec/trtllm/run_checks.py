@@ -110,10 +110,17 @@ def find_engine_problems(
            "build it with --use-paged-context-fmha enable and --kv-cache-type paged")
           for engine in [*reusing, *([draft] if draft else [])]),
     )  # fmt: skip
-    if draft is None or options is None:
-        return problems
-    length = options.draft_len or 0
-    problems += Problems.from_table(
+    if draft is not None and options is not None:
+        problems += find_pair_problems(options, folder, draft)
+    return problems
+
+
+def find_pair_problems(
+    options: DraftOptions, folder: EngineFolder, draft: EngineFolder
+) -> Problems:
+    """List what keeps an engine from drafting for another, as they were built."""
+    is_external, length = folder.mode == EXTERNAL, options.draft_len or 0
+    problems = Problems.from_table(
         (not is_external,
          f"the target's engine was built with speculative_decoding_mode {folder.mode}",
          f"build it from a plain checkpoint with --speculative-decoding-mode {EXTERNAL}"
@@ -220,20 +227,8 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
     heat, samples = f"temperature {params.temperature:g}", not params.is_greedy
     unoffered = ", which is not offered with an engine of TensorRT-LLM"
     remedy = "leave it out, or use an engine of the torch backend"
-    is_redrafter = folder.mode == REDRAFTER
-    is_greedy = bool(folder.pretrained.get("redrafter_greedy_search", True))
-    return Problems.from_table(
-        (is_redrafter and is_greedy and samples,
-         f"{label} samples with {heat}, but this engine always decodes greedily",
-         "leave the temperature out, or convert with --redrafter-no-greedy-search",
-         "temperature"),
-        (is_redrafter and not is_greedy and not samples,
-         f"{label} decodes greedily, but this engine always samples: it was converted with"
-         " --redrafter-no-greedy-search", "give --temperature, or convert without that flag",
-         "temperature"),
-        (is_redrafter and not is_greedy and samples and (params.top_k or params.top_p < 1),
-         f"{label} has top_k {params.top_k} and top_p {params.top_p:g}; TensorRT-LLM's ReDrafter"
-         " knows neither", "leave them out", "top_k"),
+    problems = find_redrafter_problems(request, folder) if folder.mode == REDRAFTER else Problems()
+    problems += Problems.from_table(
         (folder.mode == MEDUSA and samples and params.temperature != 1,
          f"{label} has {heat}, TensorRT-LLM's Medusa only 1",
          "decode greedily, or with --temperature 1", "temperature"),
@@ -252,6 +247,29 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
         (samples and params.top_k > MAX_TOP_K,
          f"{label} has top_k {params.top_k}, which TensorRT-LLM cuts to {MAX_TOP_K}",
          f"give {MAX_TOP_K} or less", "top_k"),
+    )  # fmt: skip
+    return problems
+
+
+def find_redrafter_problems(request: Request, folder: EngineFolder) -> Problems:
+    """List what a ReDrafter engine, converted for greedy decoding or for samples, cannot do."""
+    params, label = request.sampling, request.name
+    if folder.pretrained.get("redrafter_greedy_search", True):
+        return Problems.from_table(
+            (not params.is_greedy,
+             f"{label} samples with temperature {params.temperature:g}, but this engine always"
+             " decodes greedily",
+             "leave the temperature out, or convert with --redrafter-no-greedy-search",
+             "temperature"),
+        )  # fmt: skip
+    return Problems.from_table(
+        (params.is_greedy,
+         f"{label} decodes greedily, but this engine always samples: it was converted with"
+         " --redrafter-no-greedy-search", "give --temperature, or convert without that flag",
+         "temperature"),
+        (not params.is_greedy and (params.top_k or params.top_p < 1),
+         f"{label} has top_k {params.top_k} and top_p {params.top_p:g}; TensorRT-LLM's ReDrafter"
+         " knows neither", "leave them out", "top_k"),
     )  # fmt: skip
 
 

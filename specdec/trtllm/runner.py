@@ -205,13 +205,7 @@ class TensorRTRunner:
         in which requests happen to complete: those are then run one by one.
         """
         if keep_logits and drafts is not None and len(texts) > 1:
-            rows = []
-            for index, text in enumerate(texts):
-                logits = None if draft_logits is None else [draft_logits[index]]
-                rows += self.generate(
-                    [text], drafts=[drafts[index]], draft_logits=logits, keep_logits=True, **call
-                )
-            return rows
+            return self._generate_each(texts, drafts, draft_logits, **call)
         arguments = self._make_arguments(texts, **call)
         if drafts is not None:
             assert all(drafts), "the runtime takes no empty draft"
@@ -225,6 +219,22 @@ class TensorRTRunner:
         kept = self._read_logits(output, tokens) if keep_logits else [None] * len(texts)
         iterations = self.list_iterations(len(texts))
         return [RowOutput(*row) for row in zip(tokens, kept, iterations, strict=True)]
+
+    def _generate_each(
+        self,
+        texts: Sequence[Sequence[int]],
+        drafts: Sequence[Sequence[int]],
+        draft_logits: Sequence[Tensor] | None,
+        **call: Any,
+    ) -> list[RowOutput]:
+        """Continue texts with drafts in a call each, whose logits are then their own."""
+        rows = []
+        for index, text in enumerate(texts):
+            logits = None if draft_logits is None else [draft_logits[index]]
+            rows += self.generate(
+                [text], drafts=[drafts[index]], draft_logits=logits, keep_logits=True, **call
+            )
+        return rows
 
     def stream(self, texts: Sequence[Sequence[int]], **call: Any) -> Iterator[list[list[int]]]:
         """Yield every row's new tokens so far, whenever some row has more."""
