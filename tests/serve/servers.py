@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import socket
 import threading
@@ -99,6 +100,16 @@ def read_events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
+class SharedReader(io.BufferedReader):
+    """Reader of a connection's answers: what it has read ahead is the next answer's."""
+
+    def makefile(self, _: str) -> SharedReader:
+        return self
+
+    def close(self) -> None:
+        """Stay open for the next answer; the connection's end closes it."""
+
+
 def ask_and_send_no_more(url: str, path: str, *bodies: Any) -> list[str]:
     """The answers, all of status 200, to requests behind which the client shuts its sending side.
 
@@ -112,10 +123,11 @@ def ask_and_send_no_more(url: str, path: str, *bodies: Any) -> list[str]:
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall("".join(requests).encode())
         connection.shutdown(socket.SHUT_WR)
+        reader = SharedReader(socket.SocketIO(connection, "r"))
         for _ in bodies:
-            answer = HTTPResponse(connection)
+            answer = HTTPResponse(reader)  # type: ignore[arg-type]
             answer.begin()
             assert answer.status == 200
             texts.append(answer.read().decode())
-        assert connection.recv(1) == b""
+        assert reader.read(1) == b""
     return texts
