@@ -228,17 +228,25 @@ def _list_updates(
             continue
         update = updates.setdefault(name, Update(is_turned=family.is_turned(folder, name)))
         update.is_turned |= side is not None and "embedding" in side
-        field = "value" if side is None else "down" if side.endswith("A") else "up"
-        if getattr(update, field) is not None:
-            problems.add(
-                f"{adapter.path} has {adapter_name} twice", "copy or download the adapter again"
-            )
-        setattr(update, field, adapter_name)
-        if field == "down":
-            with collect(problems):
-                rank = adapter.tensors[adapter_name].shape[0]
-                update.scale = adapter.find_scale(module, rank)
+        problems += _add_tensor(update, adapter, adapter_name, module, side)
     return updates
+
+
+def _add_tensor(
+    update: Update, adapter: Adapter, adapter_name: str, module: str, side: str | None
+) -> Problems:
+    """Add a tensor of an adapter to an update; return what does not fit. side: None of a value."""
+    problems = Problems()
+    field = "value" if side is None else "down" if side.endswith("A") else "up"
+    if getattr(update, field) is not None:
+        problems.add(
+            f"{adapter.path} has {adapter_name} twice", "copy or download the adapter again"
+        )
+    setattr(update, field, adapter_name)
+    if field == "down":
+        with collect(problems):
+            update.scale = adapter.find_scale(module, adapter.tensors[adapter_name].shape[0])
+    return problems
 
 
 def _find_tensor(base_name: str, names: Iterable[str]) -> str | None:

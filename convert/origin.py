@@ -30,6 +30,9 @@ FORMS = frozenset(
 DRAFTERS = re.compile(r"eagle|medusa|draft|dflash|dspark|specul|redrafter|mtp")
 
 
+ADVICE = "; drafts would be bad, the text stays the target's"  # at the end of a warning
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
     """Facts of a drafter's folder and of its target's, for `find_other_base`.
@@ -102,32 +105,45 @@ def find_other_base(origin: Origin, hashes: Mapping[Path, str] | None = None) ->
     hashes: of the target's files, where they are known; small files are read. Hashes decide where
     both sides have them, then sizes, then names.
     """
-    target_files = [*origin.known_files, *_hash_files(origin, hashes or {})]
-    recorded_files = set(origin.recorded_files)
-    if recorded_files and recorded_files <= set(target_files):
+    if origin.recorded_files:
+        target_files = [*origin.known_files, *_hash_files(origin, hashes or {})]
+        return _compare_files(origin, set(origin.recorded_files), set(target_files))
+    if not origin.base_names or _shares_name(origin) or _agrees_in_size(origin):
+        return None
+    return (
+        f"{origin.drafter} names {origin.base_names[0]} as its target, this one is called"
+        f" {' or '.join(dict.fromkeys(origin.target_names))}: if it is another model{ADVICE}"
+    )
+
+
+def _compare_files(
+    origin: Origin, recorded_files: set[tuple[int, str]], target_files: set[tuple[int, str]]
+) -> str | None:
+    """Return the warning for a drafter of which the training's weight files are recorded.
+
+    Both kinds of files have a size and a hash; target_files: empty where no hash is known.
+    """
+    if recorded_files <= target_files:
         return None
     target_sizes = sorted(size for size, _ in target_files) or sorted(
         path.stat().st_size for path in origin.weight_files
     )
     recorded_sizes = sorted(size for size, _ in recorded_files)
     claim = f"{origin.drafter} was trained for another target"
-    advice = "; drafts would be bad, the text stays the target's"
-    if recorded_files and target_files and target_sizes == recorded_sizes:
+    if target_files and target_sizes == recorded_sizes:
         recorded_hash, target_hash = min(recorded_files)[1][:16], min(target_files)[1][:16]
-        return f"{claim}: sha256 {recorded_hash}..., not {target_hash}...{advice}"
-    if any(is_same(base, name) for base in origin.base_names for name in origin.target_names):
-        return None
-    if recorded_files and target_sizes != recorded_sizes:
-        return (
-            f"{claim}: its weights had {sum(recorded_sizes):,} bytes, this target's"
-            f" have {sum(target_sizes):,}{advice}, unless it is the same model in another form"
-        )
-    if recorded_files or not origin.base_names or _agrees_in_size(origin):
+        return f"{claim}: sha256 {recorded_hash}..., not {target_hash}...{ADVICE}"
+    if _shares_name(origin) or target_sizes == recorded_sizes:
         return None
     return (
-        f"{origin.drafter} names {origin.base_names[0]} as its target, this one is called"
-        f" {' or '.join(dict.fromkeys(origin.target_names))}: if it is another model{advice}"
+        f"{claim}: its weights had {sum(recorded_sizes):,} bytes, this target's"
+        f" have {sum(target_sizes):,}{ADVICE}, unless it is the same model in another form"
     )
+
+
+def _shares_name(origin: Origin) -> bool:
+    """Return whether a name of the drafter's target is one of the target's."""
+    return any(is_same(base, name) for base in origin.base_names for name in origin.target_names)
 
 
 def _hash_files(origin: Origin, hashes: Mapping[Path, str]) -> Iterator[tuple[int, str]]:

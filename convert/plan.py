@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -289,22 +290,26 @@ def plan_tensors(
             continue
         rank_info = TensorInfo(stored_dtype, get_rank_shape(spec, model))
         for rank, tensors in enumerate(ranks):
+            blocks = list_blocks(spec, model, rank)
             slices = [
-                source_slice
-                for block in list_blocks(spec, model, rank)
-                for source_slice in _find_slices(
-                    block, source, source_rows[canonical], heights, model
-                )
+                _find_slices(block, source, source_rows[canonical], heights, model)
+                for block in blocks
             ]
-            tensors[canonical] = PlannedTensor(rank_info, tuple(slices))
+            tensors[canonical] = PlannedTensor(rank_info, tuple(itertools.chain(*slices)))
     misfits.report(dtype, problems)
+    report_unread(source, _list_unused(source, source_rows, ignored), problems)
+    return ranks
+
+
+def _list_unused(
+    source: TensorSource, source_rows: Mapping[str, tuple[SourceRows, ...]], ignored: Sequence[str]
+) -> list[str]:
+    """Return the tensors of a source that no output uses, but those that a pattern ignores."""
     used_names = {rows.name for tensor_rows in source_rows.values() for rows in tensor_rows}
-    unused_names = [
+    return [
         name for name in source.tensors
         if name not in used_names and not any(fnmatch.fnmatchcase(name, p) for p in ignored)
     ]  # fmt: skip
-    report_unread(source, unused_names, problems)
-    return ranks
 
 
 class _Misfits:

@@ -96,7 +96,7 @@ class OpenedTarget:
     form: WeightForm
     dtype: str
     files: list[Path]
-    stored: packed.Held | None = None
+    stored: packed.StoredMatrices | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,12 +203,12 @@ def refuse_quantized_experts(folder: HfFolder) -> None:
 
 def open_weights(
     folder: HfFolder, scheme: Scheme | None, form: WeightForm
-) -> tuple[HfFolder, packed.Held | None]:
+) -> tuple[HfFolder, packed.StoredMatrices | None]:
     """Return the folder to plan from, and the quantized matrices of the form STORED."""
     if scheme is None:
         return folder, None
     if form is WeightForm.STORED:
-        return packed.open_held(folder, scheme)
+        return packed.open_stored(folder, scheme)
     return packed.dequantize(folder, scheme), None
 
 
@@ -340,7 +340,7 @@ def _plan_stored(
     """Plan the quantized matrices that the folder has, as they are stored."""
     assert opened.stored is not None
     kv_scales = name_kv_scales(settings.line)
-    ranks, section = packed.plan_held(tensors, opened.stored, kv_scales)
+    ranks, section = packed.plan_stored(tensors, opened.stored, kv_scales)
     return PlannedWeights(ranks=ranks, plain_ranks=ranks, section=section)
 
 

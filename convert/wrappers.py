@@ -48,15 +48,7 @@ def unwrap(folder: HfFolder) -> None:
     if name not in WRAPPERS or not isinstance(text, dict):
         return
     left_out = sorted(name for name in folder.tensors if name.startswith(VISION))
-    folder.rename(
-        {
-            name: prefix + name.removeprefix(wrapper_prefix)
-            for name in folder.tensors
-            for wrapper_prefix, prefix in NAMES
-            if name.startswith(wrapper_prefix)
-        },
-        left_out=left_out,
-    )
+    folder.rename(_name_alone(folder), left_out=left_out)
     _warn_of_logits(folder, text, name)
     outer = {key: folder.config[key] for key in INHERITED if key in folder.config}
     if "lm_head.weight" not in folder.tensors and folder.config.get("tie_word_embeddings") is True:
@@ -67,6 +59,16 @@ def unwrap(folder: HfFolder) -> None:
         "%s: the text model of %s is taken; %d vision tensors are left out",
         folder.path, name, len(left_out),
     )  # fmt: skip
+
+
+def _name_alone(folder: HfFolder) -> dict[str, str]:
+    """Map the text model's tensors to the names that they have where it is alone."""
+    return {
+        name: prefix + name.removeprefix(wrapper_prefix)
+        for name in folder.tensors
+        for wrapper_prefix, prefix in NAMES
+        if name.startswith(wrapper_prefix)
+    }
 
 
 def _warn_of_logits(folder: HfFolder, text: Mapping[str, Any], wrapper: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import SpecDecError, shorten
@@ -213,17 +213,7 @@ class Family:
         ]
         if folder is None:
             return namings[0]
-        names = [{rows.name for module_rows in n.values() for rows in module_rows} for n in namings]
-        common_names = set.intersection(*names)
-        signs = [sorted((own_names - common_names) & folder.tensors.keys()) for own_names in names]
-        matches = [naming for naming, names in zip(namings, signs, strict=True) if names]
-        if len(matches) > 1:
-            examples = " and ".join(names[0] for names in signs if names)
-            raise SpecDecError(
-                f"{folder.path} has {len(matches)} namings of one model, as {examples}",
-                "keep one of them: which holds the model's weights cannot be known",
-            )
-        return matches[0] if matches else namings[0]
+        return _choose_naming(folder, namings)
 
     def _list_source_rows(
         self, canonical: Iterable[str], prefix: str, num_experts: int,
@@ -259,6 +249,26 @@ class Family:
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
         return dataclasses.replace(rows, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
+
+
+def _choose_naming(
+    folder: HfFolder, namings: Sequence[dict[str, tuple[SourceRows, ...]]]
+) -> dict[str, tuple[SourceRows, ...]]:
+    """Return the naming of which a folder has tensors, by default the first; SpecDecError for two.
+
+    Names that all of the namings have tell nothing.
+    """
+    names = [{rows.name for module_rows in n.values() for rows in module_rows} for n in namings]
+    common_names = set.intersection(*names)
+    signs = [sorted((own_names - common_names) & folder.tensors.keys()) for own_names in names]
+    matches = [naming for naming, names in zip(namings, signs, strict=True) if names]
+    if len(matches) > 1:
+        examples = " and ".join(names[0] for names in signs if names)
+        raise SpecDecError(
+            f"{folder.path} has {len(matches)} namings of one model, as {examples}",
+            "keep one of them: which holds the model's weights cannot be known",
+        )
+    return matches[0] if matches else namings[0]
 
 
 def _list_fused(name: str, num_halves: int, num_experts: int) -> Iterator[SourceRows]:

@@ -181,7 +181,7 @@ class NetConverter(DrafterConverter):
         return exclude_modules(combined, [f"{self.NET}*"], is_head_quantized=is_head_quantized)
 
 
-def list_held(folder: HfFolder) -> str:
+def name_tensors(folder: HfFolder) -> str:
     """Return the names of a folder's tensors, for a message."""
     return join_names(sorted(folder.tensors)) if folder.tensors else "no tensors"
 
@@ -209,7 +209,7 @@ def take_naming(
         )
     raise SpecDecError(
         f"{folder.path} holds no tensor of {description}, {' or '.join(namings.values())}; it holds"
-        f" {list_held(folder)}",
+        f" {name_tensors(folder)}",
         f"give the folder of {kind}",
     )
 

@@ -27,13 +27,14 @@ from specdec.system import logs
 
 from ..families import qwen
 from ..families.base import read_decoder
+from ..hf import HfFolder
 from ..plan import SourceRows
 from .base import (
     NetConverter,
     check_fixed,
     check_offsets,
     check_read_layers,
-    list_held,
+    name_tensors,
     read_layers,
 )
 
@@ -190,6 +191,16 @@ def _read_net(net_reader: ConfigReader) -> dict[str, Any]:
     return values
 
 
+def _check_kind(folder: HfFolder) -> None:
+    """Raise SpecDecError unless the folder holds a DFlash drafter."""
+    if not {"fc.weight", "hidden_norm.weight"} <= folder.tensors.keys():
+        raise SpecDecError(
+            f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter"
+            f" has; it holds {name_tensors(folder)}",
+            "give the folder of a DFlash drafter",
+        )
+
+
 class DFlashConverter(NetConverter):
     """Converter of a DFlash or DSpark drafter's folder."""
 
@@ -199,36 +210,19 @@ class DFlashConverter(NetConverter):
     def read_params(self) -> DFlashParams:
         """Return the drafter's parameters; raise SpecDecError where they do not suit the target."""
         folder, model = self.folder, self.model
-        if "fc.weight" not in folder.tensors or "hidden_norm.weight" not in folder.tensors:
-            raise SpecDecError(
-                f"{folder.path} lacks fc.weight or hidden_norm.weight, which every DFlash drafter"
-                f" has; it holds {list_held(folder)}",
-                "give the folder of a DFlash drafter",
-            )
-        is_speculators, is_spark = self.is_speculators, self.is_spark
+        _check_kind(folder)
+        is_spark = self.is_spark
         reader, net_reader = self.open_net(FIXED_NET, "layers of a Qwen3")
-        if is_speculators and not is_spark:
-            speculators_type = {"speculators_model_type": "dflash"}
-            check_fixed(reader, speculators_type, "speculators' DFlash and DSpark")
+        self._check_type(reader)
         values = _read_net(net_reader)
-        has_window = values["sliding_window"] is not None
-        if is_speculators:
-            _check_speculators(reader, model, has_window=has_window)
-            section, layers = reader, _find_entered(reader)
-        else:
-            section = reader if is_spark else reader.enter(reader.get_object("dflash_config"))
-            _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
-            values["embedding_multiplier"] = _read_scale(reader, section, model)
-            layers = _find_outputs(reader, section, values["num_hidden_layers"], model)
+        section, layers = self._read_inputs(reader, values)
         block_size = _read_block_size(reader, section)
         mask_token_id = section.get_int("mask_token_id", minimum=0)
         markov_rank = _read_markov_rank(reader) if is_spark else 0
-        # For speculators' DSpark, vLLM takes another default than speculators does.
-        default = None if is_speculators and is_spark else is_spark
-        samples = (is_speculators or is_spark) and reader.get_bool("sample_from_anchor", default)
+        samples = self._read_anchor(reader)
         if not 2 - samples <= block_size <= MAX_DRAFT_TOKENS:
             reader.refuse(f"block_size is {block_size}", f"give 2 to {MAX_DRAFT_TOKENS}")
-        key = "aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"
+        key = "aux_hidden_state_layer_ids" if self.is_speculators else "target_layer_ids"
         fact = f"the outputs of layers {layers} would be read"
         check_read_layers(reader, folder, layers, model, key, fact)
         draft_vocab_size = reader.get_int("draft_vocab_size", values["vocab_size"])
@@ -246,6 +240,38 @@ class DFlashConverter(NetConverter):
             sample_from_anchor=samples,
             markov_rank=markov_rank,
         )
+
+    def _check_type(self, reader: ConfigReader) -> None:
+        """Note a drafter of speculators' of another kind."""
+        if self.is_speculators and not self.is_spark:
+            speculators_type = {"speculators_model_type": "dflash"}
+            check_fixed(reader, speculators_type, "speculators' DFlash and DSpark")
+
+    def _read_inputs(
+        self, reader: ConfigReader, values: dict[str, Any]
+    ) -> tuple[ConfigReader, list[int]]:
+        """Return the object that describes blocks, and the layers whose outputs are read.
+
+        Adds the factor of the embedding to the layers' fields.
+        """
+        has_window = values["sliding_window"] is not None
+        if self.is_speculators:
+            _check_speculators(reader, self.model, has_window=has_window)
+            return reader, _find_entered(reader)
+        section = reader if self.is_spark else reader.enter(reader.get_object("dflash_config"))
+        _check_causal(reader, "is_causal", reader.get_bool("is_causal", has_window))
+        values["embedding_multiplier"] = _read_scale(reader, section, self.model)
+        return section, _find_outputs(reader, section, values["num_hidden_layers"], self.model)
+
+    def _read_anchor(self, reader: ConfigReader) -> bool:
+        """Return whether each place of a block drafts the token after it, the first one too.
+
+        For speculators' DSpark, vLLM takes another default than speculators does: none is taken.
+        """
+        if not self.is_speculators and not self.is_spark:
+            return False
+        default = None if self.is_speculators and self.is_spark else self.is_spark
+        return reader.get_bool("sample_from_anchor", default)
 
     @property
     def is_spark(self) -> bool:

@@ -42,7 +42,7 @@ from .base import (
     check_offsets,
     check_read_layers,
     exclude_modules,
-    list_held,
+    name_tensors,
     read_layers,
 )
 
@@ -193,7 +193,7 @@ def _check_kind(folder: HfFolder) -> None:
     if "fc.weight" not in folder.tensors:
         raise SpecDecError(
             f"{folder.path} holds no fc.weight, which every EAGLE drafter has; it holds"
-            f" {list_held(folder)}",
+            f" {name_tensors(folder)}",
             "give the folder of an EAGLE drafter",
         )
     prefixes = [p for p in (LAYER, ONLY_LAYER) if any(n.startswith(p) for n in folder.tensors)]

@@ -19,7 +19,7 @@ from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
 from ..plan import SourceRows
 from ..wrappers import unwrap
-from .base import NetConverter, list_held
+from .base import NetConverter, name_tensors
 
 logger = logs.get_logger(__name__)
 
@@ -74,7 +74,7 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
         signs = [f"{f.prefix}{f.names['fc']}.weight" for f in FORMS.values()]
         raise SpecDecError(
             f"{folder.path} holds no head for multi-token prediction, which has one of"
-            f" {', '.join(signs).format(layer='N')}; it holds {list_held(folder)}",
+            f" {', '.join(signs).format(layer='N')}; it holds {name_tensors(folder)}",
             "give a model that was published with its head; or train one with specdec-train"
             " --method mtp, and give its folder as --mtp-model-dir",
         )

@@ -47,29 +47,43 @@ def keep_blocks(
         name.removesuffix(".weight") for name in (EMBEDDING, *list_linears(model), HEAD)
         if not name.endswith(ROUTERS)
     ]  # fmt: skip
-    found = {m: _find_sources(ranks[0].get(f"{m}.weight"), folder) for m in modules}
-    sources = {module: each for module, each in found.items() if each is not None}
-    mixed = {_name_group(module, model) for module in modules if module not in sources}
-    kept = [module for module in sources if _name_group(module, model) not in mixed]
-    if kept and model.pp_size > 1:
+    sources = _choose_modules(modules, ranks[0], folder, model)
+    if sources and model.pp_size > 1:
         raise SpecDecError(
             f"{folder.path}: --pp-size {model.pp_size}: only the torch backend runs GGML's blocks,"
             " and it has no pipeline stages",
             f"use --pp-size 1, or {DEQUANTIZE}",
         )
-    planned = [dict(rank) for rank in ranks]
-    for module in kept:
-        for rank in planned:
-            rank |= _plan_blocks(module, rank[f"{module}.weight"], sources[module], folder, model)
-    plain = [m for m in modules if m not in kept and f"{m}.weight" in ranks[0]]
-    _report(folder, ranks[0], kept, plain, model)
-    return planned, {"quant_algo": GGUF, "exclude_modules": plain} if kept else {}
+    block_ranks = [dict(rank) for rank in ranks]
+    for module, module_sources in sources.items():
+        for rank in block_ranks:
+            rank |= _plan_blocks(module, rank[f"{module}.weight"], module_sources, folder, model)
+    plain = [m for m in modules if m not in sources and f"{m}.weight" in ranks[0]]
+    _report(folder, ranks[0], list(sources), plain, model)
+    return block_ranks, {"quant_algo": GGUF, "exclude_modules": plain} if sources else {}
+
+
+def _choose_modules(
+    modules: Sequence[str], rank: RankPlan, folder: GgufFolder, model: ModelConfig
+) -> dict[str, Sources]:
+    """Map the modules that stay in blocks to their stored tensors; a group stays whole or not."""
+    sources: dict[str, Sources] = {}
+    plain_groups = set()
+    for module in modules:
+        module_sources = _find_sources(rank.get(f"{module}.weight"), folder)
+        if module_sources is None:
+            plain_groups.add(_name_group(module, model))
+        else:
+            sources[module] = module_sources
+    return {
+        m: tensors for m, tensors in sources.items() if _name_group(m, model) not in plain_groups
+    }
 
 
 def _name_group(module: str, model: ModelConfig) -> str:
     """Of modules that an engine stacks, or that one call runs as a layer's experts: one name."""
-    layer, _, part = module.partition(".mlp.")
-    is_joint = part in ("fc", "gate") or (model.experts is not None and part)
+    layer, _, module_name = module.partition(".mlp.")
+    is_joint = module_name in ("fc", "gate") or (model.experts is not None and module_name)
     return layer if is_joint else module
 
 
@@ -79,18 +93,18 @@ def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources |
         return None
     sources = {}
     for source_slice in tensor.slices:
-        found = folder.raw(source_slice.name)
+        stored = folder.raw(source_slice.name)
         is_changed = source_slice.is_transposed or source_slice.addend
-        if is_changed or found is None or found[2] is None or int(found[0]) not in TYPES:
+        if is_changed or stored is None or stored[2] is None or int(stored[0]) not in TYPES:
             return None
-        sources[source_slice.name] = found
+        sources[source_slice.name] = stored
     return sources
 
 
 def _plan_blocks(
     module: str, tensor: PlannedTensor, sources: Sources, folder: GgufFolder, model: ModelConfig
 ) -> RankPlan:
-    """One rank's part of a matrix, and the types of its rows."""
+    """Plan one rank's part of a matrix, and the types of its rows."""
     *shape, num_columns = tensor.info.shape
     num_rows = math.prod(shape)
     width = max(TYPES[int(kind)].count_bytes(num_columns) for kind, _, _ in sources.values())
@@ -99,7 +113,7 @@ def _plan_blocks(
     for source_slice in tensor.slices:
         kind, (height, depth), raw = sources[source_slice.name]
         columns = source_slice.block.columns or (0, depth)
-        first, last = map(TYPES[kind].count_bytes, columns)
+        first_byte, last_byte = map(TYPES[kind].count_bytes, columns)
         if columns[0] % TYPES[kind].size or columns[1] % TYPES[kind].size:
             raise SpecDecError(
                 f"{folder.path}: {module} does not split over {model.tp_size} ranks: each would"
@@ -108,7 +122,11 @@ def _plan_blocks(
                 f"use a smaller --tp-size, or {DEQUANTIZE}",
             )
         for slices, info, compute in (
-            (rows, (height, width), functools.partial(_read_rows, raw, first, last, width)),
+            (
+                rows,
+                (height, width),
+                functools.partial(_read_rows, raw, first_byte, last_byte, width),
+            ),
             (types, (height,), functools.partial(_read_types, int(kind))),
         ):
             source = ComputedTensors(
@@ -116,9 +134,9 @@ def _plan_blocks(
             )
             block = Block(source_slice.block.start, source_slice.block.stop)
             slices.append(SourceSlice(source, source_slice.name, block))
-    missing = num_rows - sum(source_slice.block.num_rows for source_slice in rows)
-    if missing:  # rows of zeros behind the vocabulary, in blocks of some type
-        types += [dataclasses.replace(types[-1], block=Block(0, 1))] * missing
+    num_missing_rows = num_rows - sum(source_slice.block.num_rows for source_slice in rows)
+    if num_missing_rows:  # rows of zeros behind the vocabulary, in blocks of some type
+        types += [dataclasses.replace(types[-1], block=Block(0, 1))] * num_missing_rows
     return {
         f"{module}.weight": PlannedTensor(TensorInfo("uint8", (*shape, width)), tuple(rows)),
         f"{module}.{BLOCK_TYPES}": PlannedTensor(TensorInfo("uint8", (num_rows,)), tuple(types)),
@@ -126,11 +144,18 @@ def _plan_blocks(
 
 
 def _read_rows(
-    raw: Any, first: int, last: int, width: int, _: str, start: int, stop: int, _columns: object
+    raw: Any,
+    first_byte: int,
+    last_byte: int,
+    width: int,
+    _: str,
+    start: int,
+    stop: int,
+    _columns: object,
 ) -> Array:
-    """Bytes [first, last) of rows of blocks, with zeros behind them up to a width."""
-    own = np.ascontiguousarray(raw[start:stop, first:last])
-    return widen_rows([own, np.empty((0, width), np.uint8)])[0]
+    """Return bytes [first_byte, last_byte) of rows of blocks, and zeros up to a width."""
+    blocks = np.ascontiguousarray(raw[start:stop, first_byte:last_byte])
+    return widen_rows([blocks, np.empty((0, width), np.uint8)])[0]
 
 
 def _read_types(kind: int, _: str, start: int, stop: int, _columns: object) -> Array:
@@ -138,21 +163,21 @@ def _read_types(kind: int, _: str, start: int, stop: int, _columns: object) -> A
 
 
 def _report(
-    folder: GgufFolder, rank: RankPlan, kept: Sequence[str], plain: Sequence[str],
+    folder: GgufFolder, rank: RankPlan, kept_modules: Sequence[str], plain: Sequence[str],
     model: ModelConfig,
 ) -> None:  # fmt: skip
     """Say which types stay in blocks and which are widened, unless the file has no blocks."""
-    told, names = [], set()
-    for modules in (kept, plain):
+    type_counts, names = [], set()
+    for modules in (kept_modules, plain):
         sources = {
             source_slice.name for m in modules for source_slice in rank[f"{m}.weight"].slices
         }
-        found = [raw[0].name for name in sources if (raw := folder.raw(name)) is not None]
-        names |= set(found)
-        counts = sorted(collections.Counter(found).items())
-        told.append(", ".join(f"{name} ({n})" for name, n in counts) or "none")
+        type_names = [raw[0].name for name in sources if (raw := folder.raw(name)) is not None]
+        names |= set(type_names)
+        counts = sorted(collections.Counter(type_names).items())
+        type_counts.append(", ".join(f"{name} ({n})" for name, n in counts) or "none")
     if not names <= set(PLAIN):
         logger.info(
-            "%s: matrices that stay as they are: %s; widened to %s: %s", folder.path, told[0],
-            model.dtype, told[1],
+            "%s: matrices that stay as they are: %s; widened to %s: %s", folder.path,
+            type_counts[0], model.dtype, type_counts[1],
         )  # fmt: skip

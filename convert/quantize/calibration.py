@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,34 +76,24 @@ def read_rows(
     size: int | None,
     max_length: int,
     vocab_size: int,
-    usual: int = DEFAULT_SIZE,
+    usual_size: int = DEFAULT_SIZE,
     spare: int = 0,
 ) -> list[list[int]]:
     """Read the first `size` rows of a calibration file as tokens, each cut to `max_length`.
 
-    A .txt file holds a text a line. The tokenizer is loaded when the first text is met. usual: the
-    size, if not told otherwise; spare: how many more rows to return, if there are any.
+    A .txt file holds a text a line. The tokenizer is loaded when the first text is met.
+    usual_size: the size, if not told otherwise; spare: how many more rows to return, if there are
+    any.
     """
     rows: list[list[int]] = []
-    format_: ChatFormat | None = None
+    load_format = functools.cache(lambda: ChatFormat(load_tokenizer()))
     for number, line in read_lines(path):
-        if len(rows) == (size or usual) + spare:
+        if len(rows) == (size or usual_size) + spare:
             break
         with name_line(path, number, KEYS):
-            document: str | Conversation
-            if path.suffix == ".txt":
-                document = line.decode("utf-8").rstrip("\r\n")
-            else:
-                row = parse_object(line)
-                if "input_ids" in row:
-                    rows.append(_check_tokens(row["input_ids"], vocab_size)[:max_length])
-                    continue
-                document = read_document(row, KEYS)
-            if format_ is None:
-                format_ = ChatFormat(load_tokenizer())
-            tokens = _tokenize(format_, document)
+            tokens = _read_row(line, load_format, vocab_size, is_text=path.suffix == ".txt")
             if tokens:
-                rows.append(_check_tokens(tokens, vocab_size)[:max_length])
+                rows.append(tokens[:max_length])
     if not rows:
         raise SpecDecError(
             f"--calibration-data {path} holds no text", "give texts like those to be decoded"
@@ -112,23 +103,39 @@ def read_rows(
             f"--calibration-data {path} holds {count(len(rows), 'row')}, --calib-size is {size}",
             f"give more texts, or --calib-size {len(rows)}",
         )
-    if len(rows) < (size or usual):
+    if len(rows) < (size or usual_size):
         logger.warning(
             "%s holds %s: the scales fit what they show; %d are usual",
-            path, count(len(rows), "row"), usual,
+            path, count(len(rows), "row"), usual_size,
         )  # fmt: skip
     return rows
 
 
+def _read_row(
+    line: bytes, load_format: Callable[[], ChatFormat], vocab_size: int, *, is_text: bool
+) -> list[int]:
+    """Return the tokens of a line of a calibration file, none of a text without any."""
+    document: str | Conversation
+    if is_text:
+        document = line.decode("utf-8").rstrip("\r\n")
+    else:
+        row = parse_object(line)
+        if "input_ids" in row:
+            return _check_tokens(row["input_ids"], vocab_size)
+        document = read_document(row, KEYS)
+    tokens = _tokenize(load_format(), document)
+    return _check_tokens(tokens, vocab_size) if tokens else []
+
+
 def hold_out(
-    rows: list[list[int]], size: int | None, usual: int
+    rows: list[list[int]], size: int | None, usual_size: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Divide rows into those that calibrate and those to measure on.
 
     An eighth of few rows is left to measure on, unless all are asked for.
     """
     if size is None:
-        size = usual if len(rows) > usual else len(rows) - len(rows) // 8
+        size = usual_size if len(rows) > usual_size else len(rows) - len(rows) // 8
     return rows[:size], rows[size:]
 
 
@@ -164,8 +171,8 @@ def load_model_tokenizer(model_dir: str) -> Any:
 
 def make_batches(rows: Sequence[list[int]], batch_size: int) -> Iterator[list[list[int]]]:
     """Group rows of equal length, so that no padding takes part in the maxima."""
-    for _, same in itertools.groupby(sorted(rows, key=len), key=len):
-        while batch := list(itertools.islice(same, batch_size)):
+    for _, same_length_rows in itertools.groupby(sorted(rows, key=len), key=len):
+        while batch := list(itertools.islice(same_length_rows, batch_size)):
             yield batch
 
 
@@ -186,13 +193,14 @@ def check_memory(num_bytes: int, device: str, model_dir: Path) -> None:
     available = _measure_cuda() if device == "cuda" else _measure_host()
     if available is None or num_bytes + SPARE_BYTES <= available:
         return
-    where = "the GPU" if device == "cuda" else "this machine"
-    other = "" if device == "cpu" else ", or --calib-device cpu"
+    device_name = "the GPU" if device == "cuda" else "this machine"
+    other_device = "" if device == "cpu" else ", or --calib-device cpu"
     raise SpecDecError(
         f"calibration loads {model_dir}, {num_bytes / 1e9:.1f} GB ({num_bytes:,} bytes), and"
-        f" {where} has {available / 1e9:.1f} GB ({available:,} bytes) of memory free;"
+        f" {device_name} has {available / 1e9:.1f} GB ({available:,} bytes) of memory free;"
         f" {SPARE_BYTES / 1e9:.1f} GB more are needed for activations",
-        f"use a machine with more memory{other}, or give an FP8 model that is quantized already",
+        f"use a machine with more memory{other_device}, or give an FP8 model that is quantized"
+        " already",
     )
 
 
@@ -204,12 +212,12 @@ def _measure_cuda() -> int:
 
 def _measure_host() -> int | None:
     """Bytes that this process may still take, or None where the system does not tell."""
-    found = [read_memory("MemAvailable")]
+    lines = [read_memory("MemAvailable")]
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text(encoding="ascii"))
-        found.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
-    return min((number for number in found if number is not None), default=None)
+        lines.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
+    return min((number for number in lines if number is not None), default=None)
 
 
 def observe(
@@ -225,12 +233,12 @@ def observe(
     import torch
 
     model = load_weights(model_dir, "AutoModel", dtype).to(device)
-    largest: dict[str, torch.Tensor] = {}
+    magnitudes: dict[str, torch.Tensor] = {}
     inputs: dict[str, _InputSums] = {}
 
     def note(name: str, values: torch.Tensor) -> None:
         amax = values.detach().abs().amax().float()
-        largest[name] = torch.maximum(largest[name], amax) if name in largest else amax
+        magnitudes[name] = torch.maximum(magnitudes[name], amax) if name in magnitudes else amax
 
     batches = list(make_batches(rows, batch_size))
     with contextlib.ExitStack() as hooks, torch.inference_mode():
@@ -250,8 +258,8 @@ def observe(
                     f" {len(batch[0])} tokens",
                     "lower --calib-batch-size or --calib-max-seq-length, or use --calib-device cpu",
                 ) from None
-            _refuse_nonfinite(largest, model_dir)
-    silent = [watch.module for watch in watches if watch.name not in largest]
+            _refuse_nonfinite(magnitudes, model_dir)
+    silent = [watch.module for watch in watches if watch.name not in magnitudes]
     if silent:
         raise SpecDecError(
             f"the calibration pass never used {count(len(silent), 'linear')} of {model_dir}:"
@@ -259,7 +267,7 @@ def observe(
             "this model does not compute as its config.json says; it cannot be calibrated",
         )
     return Observations(
-        {name: np.float32(amax.item()) for name, amax in largest.items()},
+        {name: np.float32(amax.item()) for name, amax in magnitudes.items()},
         {name: sums.finish() for name, sums in inputs.items()},
     )
 
@@ -277,24 +285,24 @@ class _InputSums:
         values = inputs[0].detach().flatten(0, -2).float()
         magnitudes = values.abs()
         grouped = values.view(len(values), -1, self.group_size).transpose(0, 1)
-        found = (
+        batch_sums = (
             magnitudes.sum(0, dtype=torch.float64), magnitudes.amax(0),
             (grouped.transpose(1, 2) @ grouped).double(),
         )  # fmt: skip
         self.count += len(values)
         if self.sums is None:
-            self.sums = found
+            self.sums = batch_sums
         else:
             self.sums = (
-                self.sums[0] + found[0], torch.maximum(self.sums[1], found[1]),
-                self.sums[2] + found[2],
+                self.sums[0] + batch_sums[0], torch.maximum(self.sums[1], batch_sums[1]),
+                self.sums[2] + batch_sums[2],
             )  # fmt: skip
 
     def finish(self) -> Inputs:
-        mean, largest, moments = self.sums
+        mean, magnitudes, moments = self.sums
         return Inputs(
             *((x / n).float().cpu().numpy()
-              for x, n in ((mean, self.count), (largest, 1), (moments, self.count)))
+              for x, n in ((mean, self.count), (magnitudes, 1), (moments, self.count)))
         )  # fmt: skip
 
 
@@ -303,19 +311,19 @@ def _watch(module: Any, watch: Watch, note: Callable[[str, torch.Tensor], None])
         note(watch.name, inputs[0])
 
     def after(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        for name, part in watch.outputs:
-            note(name, output[..., part])
+        for name, columns in watch.outputs:
+            note(name, output[..., columns])
 
     yield module.register_forward_pre_hook(before)
     if watch.outputs:
         yield module.register_forward_hook(after)
 
 
-def _refuse_nonfinite(largest: Mapping[str, torch.Tensor], model_dir: Path) -> None:
+def _refuse_nonfinite(magnitudes: Mapping[str, torch.Tensor], model_dir: Path) -> None:
     import torch
 
-    finite = torch.stack(list(largest.values())).isfinite().tolist()
-    broken = [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
+    finite = torch.stack(list(magnitudes.values())).isfinite().tolist()
+    broken = [name for name, is_finite in zip(magnitudes, finite, strict=True) if not is_finite]
     if broken:
         raise SpecDecError(
             f"calibrating {model_dir}: the activations are NaN or infinite at {broken[0]}"

@@ -90,12 +90,12 @@ def compare_models(
 
 def _choose(rows: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
     """Return the first rows whose predictions fit into LOGITS_BYTES, the last one cut."""
-    left, chosen = LOGITS_BYTES // (4 * vocab_size), []
+    num_tokens_left, chosen_rows = LOGITS_BYTES // (4 * vocab_size), []
     for row in rows:
-        if len(row) > 1 and left > 0:
-            chosen.append(row[: left + 1])
-            left -= len(chosen[-1]) - 1
-    return chosen
+        if len(row) > 1 and num_tokens_left > 0:
+            chosen_rows.append(row[: num_tokens_left + 1])
+            num_tokens_left -= len(chosen_rows[-1]) - 1
+    return chosen_rows
 
 
 def _replace(model: Any, matrix: RoundedMatrix, model_dir: Path) -> list[str]:
@@ -106,13 +106,15 @@ def _replace(model: Any, matrix: RoundedMatrix, model_dir: Path) -> list[str]:
     for source_slice in matrix.tensor.slices:
         name = source_slice.name.removesuffix(".weight")
         weight = find_module(model, name, model_dir).weight.data
-        own = weight.T if source_slice.is_transposed else weight
+        weight_rows = weight.T if source_slice.is_transposed else weight
         height = source_slice.block.num_rows
         for start, stop in matrix.list_rows():
-            first, last = max(start, offset), min(stop, offset + height)
-            if first < last:
+            first_row, last_row = max(start, offset), min(stop, offset + height)
+            if first_row < last_row:
                 top = source_slice.block.start - offset
-                own[top + first : top + last] = torch.from_numpy(matrix.restore(first, last))
+                weight_rows[top + first_row : top + last_row] = torch.from_numpy(
+                    matrix.restore(first_row, last_row)
+                )
         offset += height
         names.append(name)
     return names

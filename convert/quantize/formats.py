@@ -34,15 +34,17 @@ DYNAMIC_INPUTS = ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
 class Rounding:
     """How rows are rounded: with one scale a row or group, alongside those of the whole matrix."""
 
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
+    def round(
+        self, values: Array, whole_scale: np.float32, kept_shares: Array | None
+    ) -> tuple[Array, Array]:
         """Return codes [rows, in] and scales [rows] or [rows, groups] as they are stored.
 
-        whole: the matrix's own scale; kept: what part of each group's largest magnitude is to be
-        represented, [rows, groups], all of it if None.
+        whole_scale: the matrix's own scale; kept_shares: what part of each group's largest
+        magnitude is to be represented, [rows, groups], all of it if None.
         """
         raise NotImplementedError
 
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
+    def restore(self, codes: Array, scales: Array, whole_scale: np.float32) -> Array:
         """Return float32 [rows, in]."""
         raise NotImplementedError
 
@@ -59,11 +61,13 @@ class Rows(Rounding):
     encode: Callable[[Array], Array]
     decode: Callable[[Array], Array]
 
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
+    def round(
+        self, values: Array, whole_scale: np.float32, kept_shares: Array | None
+    ) -> tuple[Array, Array]:
         scales = _make_scales(np.abs(values).max(1), self.maximum)
         return self.encode(values / scales[:, None]), scales
 
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
+    def restore(self, codes: Array, scales: Array, whole_scale: np.float32) -> Array:
         restored: Array = self.decode(codes) * scales[:, None]
         return restored
 
@@ -81,14 +85,18 @@ class Int4Groups(Rounding):
 
     group_size: int
 
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
+    def round(
+        self, values: Array, whole_scale: np.float32, kept_shares: Array | None
+    ) -> tuple[Array, Array]:
         grouped = values.reshape(len(values), -1, self.group_size)
-        largest = np.abs(grouped).max(2)
-        scales = _make_scales(largest if kept is None else largest * kept, INT4_MAX)
+        magnitudes = np.abs(grouped).max(2)
+        scales = _make_scales(
+            magnitudes if kept_shares is None else magnitudes * kept_shares, INT4_MAX
+        )
         codes = np.rint(grouped / scales[:, :, None]).clip(-8, 7)
         return codes.astype(np.int8).reshape(values.shape), scales
 
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
+    def restore(self, codes: Array, scales: Array, whole_scale: np.float32) -> Array:
         grouped = codes.reshape(len(codes), -1, self.group_size).astype(np.float32)
         restored: Array = (grouped * scales[:, :, None]).reshape(codes.shape)
         return restored
@@ -107,21 +115,23 @@ class Float4Groups(Rounding):
     # Where a magnitude is rounded up to the next of FLOAT4_VALUES; a tie goes to the even one.
     BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
 
-    def round(self, values: Array, whole: np.float32, kept: Array | None) -> tuple[Array, Array]:
+    def round(
+        self, values: Array, whole_scale: np.float32, kept_shares: Array | None
+    ) -> tuple[Array, Array]:
         grouped = values.reshape(len(values), -1, self.group_size)
-        wanted = np.abs(grouped).max(2) / (np.float32(FLOAT4_MAX) * whole)
-        wanted[wanted == 0] = 1
-        scales = float8.encode(wanted.clip(MIN_FLOAT8, FLOAT8_MAX))
-        scaled = (grouped / (float8.decode(scales) * whole)[:, :, None]).reshape(values.shape)
+        exact_scales = np.abs(grouped).max(2) / (np.float32(FLOAT4_MAX) * whole_scale)
+        exact_scales[exact_scales == 0] = 1
+        scales = float8.encode(exact_scales.clip(MIN_FLOAT8, FLOAT8_MAX))
+        scaled = (grouped / (float8.decode(scales) * whole_scale)[:, :, None]).reshape(values.shape)
         magnitude = np.abs(scaled)
         codes = np.searchsorted(self.BOUNDS, magnitude.reshape(-1)).reshape(values.shape)
         codes += np.isin(magnitude, self.BOUNDS[1::2])
         return codes.astype(np.uint8) | (scaled < 0).astype(np.uint8) << 3, scales
 
-    def restore(self, codes: Array, scales: Array, whole: np.float32) -> Array:
+    def restore(self, codes: Array, scales: Array, whole_scale: np.float32) -> Array:
         values = np.array(FLOAT4_VALUES, np.float32)
         grouped = np.concatenate([values, -values])[codes].reshape(*scales.shape, -1)
-        restored: Array = (grouped * (float8.decode(scales) * whole)[:, :, None]).reshape(
+        restored: Array = (grouped * (float8.decode(scales) * whole_scale)[:, :, None]).reshape(
             codes.shape
         )
         return restored
@@ -131,8 +141,8 @@ class Float4Groups(Rounding):
         return packed
 
 
-def _make_scales(largest: Array, maximum: float) -> Array:
-    scales: Array = (largest / np.float32(maximum)).astype(np.float32)
+def _make_scales(magnitudes: Array, maximum: float) -> Array:
+    scales: Array = (magnitudes / np.float32(maximum)).astype(np.float32)
     scales[scales == 0] = 1
     return scales
 

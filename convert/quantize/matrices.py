@@ -65,7 +65,7 @@ class Matrix:
 
     stem: its module's name; shape: [out, in]; dtype: the type of its weights in the format's own
     library, which is that of the scales where a checkpoint keeps these; weight_dtype: the weights'
-    where it is another one. used: the stored tensors that it is made of.
+    where it is another one. used_names: the stored tensors that it is made of.
     """
 
     shape: tuple[int, int]
@@ -75,7 +75,7 @@ class Matrix:
     def __init__(self, folder: HfFolder, stem: str) -> None:
         self.folder = folder
         self.stem = stem
-        self.used: list[str] = []
+        self.used_names: list[str] = []
 
     def compute(self, start: int, stop: int) -> Array:
         """Return the weights of rows [start, stop), in the storage of `info.dtype`: [rows, in]."""
@@ -103,11 +103,11 @@ class Matrix:
         """Return the weights that numbers of rows [start, stop) stand for: float32 [rows, in]."""
         raise NotImplementedError
 
-    def list_held(self) -> dict[str, TensorInfo]:
+    def list_stored(self) -> dict[str, TensorInfo]:
         """Types and shapes of what a checkpoint holds of the matrix, by kind."""
         raise NotImplementedError
 
-    def read_held(self, kind: str, start: int, stop: int) -> Array:
+    def read_stored(self, kind: str, start: int, stop: int) -> Array:
         """Return rows [start, stop) of one of those."""
         raise NotImplementedError
 
@@ -120,13 +120,13 @@ class Matrix:
                 f"{self.folder.path} lacks {name}", "copy or download the folder again"
             )
         if info.dtype not in dtypes or (shapes and info.shape not in shapes):
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            wanted_shapes = " or ".join(str(list(shape)) for shape in shapes)
             raise SpecDecError(
                 f"{self.folder.path}: {name} is {info.dtype} {list(info.shape)}, not"
-                f" {' or '.join(dtypes)} {wanted}".rstrip(),
+                f" {' or '.join(dtypes)} {wanted_shapes}".rstrip(),
                 "its config.json and tensors disagree, or a file is damaged: copy the folder again",
             )
-        self.used.append(name)
+        self.used_names.append(name)
         return name
 
     def has(self, kind: str) -> bool:
@@ -182,7 +182,7 @@ class IntMatrix(Matrix):
         """
         return np.full((stop - start, self.num_groups), self.symmetric_zero, np.uint8)
 
-    def list_held(self) -> dict[str, TensorInfo]:
+    def list_stored(self) -> dict[str, TensorInfo]:
         groups, inputs = (self.shape[0], self.num_groups), self.shape[1:]
         return {
             "weight": TensorInfo("uint8", self.shape),
@@ -192,7 +192,7 @@ class IntMatrix(Matrix):
             int4.PERMUTATION: TensorInfo("int32", inputs),
         }
 
-    def read_held(self, kind: str, start: int, stop: int) -> Array:
+    def read_stored(self, kind: str, start: int, stop: int) -> Array:
         if kind == WEIGHT_SCALE:
             return self.read_scales(start, stop)
         if kind == int4.ZERO_POINT:
@@ -283,25 +283,34 @@ class AwqMatrix(IntMatrix):
         return self._read("qzeros", self.num_groups, start, stop)
 
     def _read(self, kind: str, height: int, start: int, stop: int) -> Array:
-        first, last = start // 8, -(-stop // 8)
-        words = self.folder.read_block(f"{self.stem}.{kind}", 0, height, (first, last))
-        numbers = unpack_words(words, 4).reshape(height, last - first, 8)[:, :, AWQ_PLACES]
-        wanted = numbers.reshape(height, -1)[:, start - 8 * first : stop - 8 * first]
-        return np.ascontiguousarray(wanted.T)
+        first_word, last_word = start // 8, -(-stop // 8)
+        words = self.folder.read_block(f"{self.stem}.{kind}", 0, height, (first_word, last_word))
+        numbers = unpack_words(words, 4).reshape(height, last_word - first_word, 8)[
+            :, :, AWQ_PLACES
+        ]
+        rows = numbers.reshape(height, -1)[:, start - 8 * first_word : stop - 8 * first_word]
+        return np.ascontiguousarray(rows.T)
 
 
 class GptqMatrix(IntMatrix):
     """GPTQ's layout: [in, out], several inputs a word; zeros several outputs a word.
 
-    added: 1 where zeros are stored less one (checkpoint_format gptq), else 0. carries: whether the
-    one was taken from whole words, as GPTQModel does, so that it is given back to them.
+    zero_offset: 1 where zeros are stored less one (checkpoint_format gptq), else 0. carries:
+    whether the one was taken from whole words, as GPTQModel does, so that it is given back to them.
     """
 
     def __init__(
-        self, folder: HfFolder, stem: str, group_size: int, bits: int, added: int, *, carries: bool
+        self,
+        folder: HfFolder,
+        stem: str,
+        group_size: int,
+        bits: int,
+        zero_offset: int,
+        *,
+        carries: bool,
     ) -> None:
         super().__init__(folder, stem, group_size)
-        self.bits, self.added, self.carries = bits, added, carries
+        self.bits, self.zero_offset, self.carries = bits, zero_offset, carries
         per_word = 32 // bits
         words, num_outputs = self.get_sizes("qweight", ("int32",))
         self.shape = (num_outputs, words * per_word)
@@ -320,29 +329,32 @@ class GptqMatrix(IntMatrix):
 
     def read_zeros(self, start: int, stop: int) -> Array:
         per_word = 32 // self.bits
-        first, last = start // per_word, -(-stop // per_word)
-        words = self.folder.read_block(f"{self.stem}.qzeros", 0, self.num_groups, (first, last))
+        first_word, last_word = start // per_word, -(-stop // per_word)
+        words = self.folder.read_block(
+            f"{self.stem}.qzeros", 0, self.num_groups, (first_word, last_word)
+        )
         if self.carries:
-            ones = sum(self.added << shift for shift in range(0, 32, self.bits))
-            words = (words.view(np.uint32) + np.uint32(ones)).view(np.int32)
+            ones_word = sum(self.zero_offset << shift for shift in range(0, 32, self.bits))
+            words = (words.view(np.uint32) + np.uint32(ones_word)).view(np.int32)
         zeros = unpack_words(words, self.bits)[
-            :, start - per_word * first : stop - per_word * first
+            :, start - per_word * first_word : stop - per_word * first_word
         ]
         if not self.carries:
-            zeros = zeros + np.uint8(self.added)
+            zeros = zeros + np.uint8(self.zero_offset)
         return np.ascontiguousarray(zeros.T)
 
     def _check_zeros(self) -> None:
         """Refuse stored zeros to which no one can be added: libraries differ in what they are."""
-        if not self.added or self.carries:
+        if not self.zero_offset or self.carries:
             return
         words = self.folder.read(f"{self.stem}.qzeros")
-        largest = (1 << self.bits) - 1
-        number = int((unpack_words(words, self.bits)[:, : self.shape[0]] == largest).sum())
+        largest_zero = (1 << self.bits) - 1
+        number = int((unpack_words(words, self.bits)[:, : self.shape[0]] == largest_zero).sum())
         if number:
             raise self.refuse(
-                f"{number} zeros are stored as {largest} in checkpoint_format gptq, which AutoGPTQ"
-                f" reads as 0 or {largest + 1} by its release, and GPTQModel carries into the next",
+                f"{number} zeros are stored as {largest_zero} in checkpoint_format gptq, which"
+                f" AutoGPTQ reads as 0 or {largest_zero + 1} by its release, and GPTQModel carries"
+                " into the next",
                 "get the model in checkpoint_format gptq_v2, or convert the unquantized model",
             )
 
@@ -384,10 +396,12 @@ class PackedMatrix(IntMatrix):
         if self.zeros is None:
             return super().read_zeros(start, stop)
         per_word = 32 // self.bits
-        first, last = start // per_word, -(-stop // per_word)
-        words = self.folder.read_block(self.zeros, first, last)
+        first_word, last_word = start // per_word, -(-stop // per_word)
+        words = self.folder.read_block(self.zeros, first_word, last_word)
         zeros = unpack_words(words.T, self.bits)
-        return np.ascontiguousarray(zeros[:, start - per_word * first : stop - per_word * first].T)
+        return np.ascontiguousarray(
+            zeros[:, start - per_word * first_word : stop - per_word * first_word].T
+        )
 
 
 class ModeloptInt4Matrix(IntMatrix):
@@ -446,7 +460,7 @@ class Float8Matrix(Matrix):
         if self.has("input_scale"):
             self.get("input_scale", FLOATS, (), (1,))
 
-    def list_held(self) -> dict[str, TensorInfo]:
+    def list_stored(self) -> dict[str, TensorInfo]:
         if self.has("input_scale"):
             raise self.refuse(
                 "it has an input_scale, and its config.json says that inputs are scaled as they"
@@ -455,7 +469,7 @@ class Float8Matrix(Matrix):
             )
         return ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"].describe(self.shape, "float32", 0)
 
-    def read_held(self, kind: str, start: int, stop: int) -> Array:
+    def read_stored(self, kind: str, start: int, stop: int) -> Array:
         if kind == "weight":
             return self.read_numbers(start, stop)
         return np.broadcast_to(self.read_scales().reshape(-1), self.shape[:1])[start:stop]
@@ -471,8 +485,8 @@ class Float8Matrix(Matrix):
         scales = self.read_scales()
         if self.block == self.shape:
             column = np.broadcast_to(scales.reshape(-1, 1), (self.shape[0], 1))[start:stop]
-            whole: Array = np.multiply(decode(numbers), column)
-            return whole
+            scaled_rows: Array = np.multiply(decode(numbers), column)
+            return scaled_rows
         rows = np.arange(start, stop) // self.block[0]
         columns = np.arange(self.shape[1]) // self.block[1]
         weights: Array = np.multiply(decode(numbers), scales[rows][:, columns])
@@ -505,10 +519,10 @@ class Nvfp4Matrix(Matrix):
         if rounds_inputs or self.has("input_scale"):
             self.get("input_scale", ("float32",), (), (1,))
 
-    def list_held(self) -> dict[str, TensorInfo]:
+    def list_stored(self) -> dict[str, TensorInfo]:
         return ALGORITHMS["NVFP4"].describe(self.shape, "float32", NVFP4_GROUP_SIZE)
 
-    def read_held(self, kind: str, start: int, stop: int) -> Array:
+    def read_stored(self, kind: str, start: int, stop: int) -> Array:
         name = f"{self.stem}.{self.STORED[kind]}"
         if kind in (WEIGHT_SCALE_2, ACTIVATION_SCALE):
             return self.folder.read(name).reshape(1)
@@ -518,8 +532,10 @@ class Nvfp4Matrix(Matrix):
         return split_nibbles(self.folder.read_block(f"{self.stem}.weight", start, stop))
 
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:
-        whole = self.folder.read(f"{self.stem}.weight_scale_2").reshape(())
-        scales = decode(self.folder.read_block(f"{self.stem}.weight_scale", start, stop)) * whole
+        whole_scale = self.folder.read(f"{self.stem}.weight_scale_2").reshape(())
+        scales = (
+            decode(self.folder.read_block(f"{self.stem}.weight_scale", start, stop)) * whole_scale
+        )
         grouped = FLOAT4_VALUES[numbers].reshape(*scales.shape, NVFP4_GROUP_SIZE)
         grouped *= scales[:, :, None]
         weights: Array = grouped.reshape(numbers.shape)

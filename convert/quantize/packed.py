@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def _pack_later(source_slice: SourceSlice, block: Block, num_bytes: int) -> Outp
 def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     """Return a folder that has plain weights in the place of quantized ones."""
     matrices = open_matrices(folder, scheme)
-    used = {name for matrix in matrices.values() for name in matrix.used}
+    used_names = {name for matrix in matrices.values() for name in matrix.used_names}
     cache = [name for name in folder.tensors if name.endswith(KV_ENDINGS)]
     if cache:
         logger.warning("%s: the scales of its K/V cache are left out", folder.path)
@@ -124,7 +125,7 @@ def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     source = _compute(
         folder, weights, lambda module, _, start, stop: matrices[module].compute(start, stop)
     )
-    plain = folder.substitute(source, used.union(cache))
+    plain = folder.substitute(source, used_names.union(cache))
     logger.info(
         "%s: %d matrices of %s are written as plain weights", folder.path, len(matrices),
         scheme.description,
@@ -132,75 +133,87 @@ def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     return plain
 
 
-def find_empty_biases(folder: HfFolder, parts: Mapping[str, tuple[SourceRows, ...]]) -> list[str]:
-    """Biases of zeros that a model has no use for, as GPTQ's writers add to every linear."""
-    wanted = {part.name for several in parts.values() for part in several}
-    weights = [name for name in wanted if name.endswith(".weight")]
+def find_empty_biases(
+    folder: HfFolder, source_rows: Mapping[str, tuple[SourceRows, ...]]
+) -> list[str]:
+    """Return biases of zeros that a model has no use for, as GPTQ's writers add to every linear."""
+    read_names = list_read(source_rows)
+    weights = [name for name in read_names if name.endswith(".weight")]
     names = [name.removesuffix("weight") + "bias" for name in weights]
     return [
         name for name in names
-        if name in folder.tensors and name not in wanted
+        if name in folder.tensors and name not in read_names
         and not folder.read(name).view(np.uint8).any()
     ]  # fmt: skip
 
 
+def list_read(source_rows: Mapping[str, tuple[SourceRows, ...]]) -> set[str]:
+    """Return the names of a folder's tensors of which rows are read."""
+    return {rows.name for tensor_rows in source_rows.values() for rows in tensor_rows}
+
+
 def turn_parts(
-    folder: HfFolder, parts: Mapping[str, tuple[SourceRows, ...]]
+    folder: HfFolder, source_rows: Mapping[str, tuple[SourceRows, ...]]
 ) -> dict[str, tuple[SourceRows, ...]]:
     """Let computed matrices be [out, in], also where the unquantized model stores [in, out]."""
     return {
         name: tuple(
-            dataclasses.replace(part, is_transposed=False) if part.name in folder.computed else part
-            for part in own
+            dataclasses.replace(rows, is_transposed=False) if rows.name in folder.computed else rows
+            for rows in tensor_rows
         )
-        for name, own in parts.items()
+        for name, tensor_rows in source_rows.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A quantized folder of which a checkpoint holds the numbers.
+class StoredMatrices:
+    """Matrices of a quantized folder whose numbers a checkpoint holds as they are.
 
-    matrices: by module; empty for FP8 with static scales, whose tensors are read as they are.
+    by_module: empty for FP8 with static scales, whose tensors are read as they are.
     """
 
     scheme: Scheme
-    matrices: Mapping[str, Matrix]
+    by_module: Mapping[str, Matrix]
 
 
-def open_held(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, Held]:
+def open_stored(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, StoredMatrices]:
     """Return a folder that has what a checkpoint holds of its matrices as tensors, and these."""
-    if scheme.kept is None:
+    if scheme.stored_as is None:
         raise SpecDecError(
             f"{folder.path} is quantized ({scheme.description}): a checkpoint has no place for such"
             " numbers",
             f"{DEQUANTIZE}; they take the bytes of an unquantized model",
         )
-    if scheme.kept == FP8:
+    if scheme.stored_as == FP8:
         find_modules(folder, scheme)
-        return folder, Held(scheme, {})
+        return folder, StoredMatrices(scheme, {})
     matrices = open_matrices(folder, scheme)
-    whole = [matrix for matrix in matrices.values() if isinstance(matrix, IntMatrix)]
-    scaled = [matrix.input_dtype for matrix in whole if matrix.input_scale is not None]
-    for matrix in whole:
-        if scaled and matrix.input_scale is None:
-            matrix.input_dtype = scaled[0]
-    used = {name for matrix in matrices.values() for name in matrix.used}
-    held = {
+    _share_input_dtype(matrices.values())
+    used_names = {name for matrix in matrices.values() for name in matrix.used_names}
+    infos = {
         f"{module}.{kind}": info
         for module, matrix in matrices.items()
-        for kind, info in matrix.list_held().items()
+        for kind, info in matrix.list_stored().items()
     }
     source = _compute(
-        folder, held, lambda module, kind, *rows: matrices[module].read_held(kind, *rows)
+        folder, infos, lambda module, kind, *rows: matrices[module].read_stored(kind, *rows)
     )
-    return folder.substitute(source, used), Held(scheme, matrices)
+    return folder.substitute(source, used_names), StoredMatrices(scheme, matrices)
 
 
-# What of a linear is held: kind -> the whole tensor, and its type.
+def _share_input_dtype(matrices: Iterable[Matrix]) -> None:
+    """Give matrices whose input is not scaled the type of the scales that others have."""
+    int_matrices = [matrix for matrix in matrices if isinstance(matrix, IntMatrix)]
+    dtypes = [matrix.input_dtype for matrix in int_matrices if matrix.input_scale is not None]
+    for matrix in int_matrices:
+        if dtypes and matrix.input_scale is None:
+            matrix.input_dtype = dtypes[0]
+
+
+# Tensors of a linear in a checkpoint: kind -> the whole tensor, and its type.
 _Kinds = dict[str, tuple[TensorSpec, str]]
 # The matrices that make one linear of a checkpoint have one of these in common.
-_SHARED = (int4.PERMUTATION, INPUT_SCALE, WEIGHT_SCALE_2, ACTIVATION_SCALE)
+COMMON_KINDS = (int4.PERMUTATION, INPUT_SCALE, WEIGHT_SCALE_2, ACTIVATION_SCALE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,79 +222,87 @@ class _Module:
 
     name: str
     spec: TensorSpec
-    parts: tuple[SourceRows, ...]
+    source_rows: tuple[SourceRows, ...]
     matrices: tuple[Matrix, ...]
 
 
-def plan_held(
-    target: TargetTensors, held: Held, kv_scales: Sequence[str]
+def plan_stored(
+    target: TargetTensors, stored: StoredMatrices, kv_scales: Sequence[str]
 ) -> tuple[list[RankPlan], dict[str, Any]]:
     """Plan a target of which a checkpoint holds the numbers.
 
-    Returns its ranks, and what config.json says of its quantization. Its folder is of `open_held`;
-    kv_scales: the K/V scales to write, where the folder has any.
+    Returns its ranks, and what config.json says of its quantization. Its folder is of
+    `open_stored`; kv_scales: the K/V scales to write, where the folder has any.
     """
     folder, specs = target.folder, target.specs
     linears, reader = list_linears(target.model), ScaleReader(folder)
-    is_fp8 = held.scheme.kept == FP8
-    stored = unified.find_stored(folder) if is_fp8 else held.matrices
-    quantized, others = sort_linears(target, linears, stored)
+    is_fp8 = stored.scheme.stored_as == FP8
+    modules = unified.find_stored(folder) if is_fp8 else stored.by_module
+    quantized, plain_names = sort_linears(target, linears, modules)
     if is_fp8:
         weights = {f"{module}.weight": specs[f"{module}.weight"] for module in quantized}
-        planned = [unified.plan_fp8(target, weights, reader, stored)]
+        planned_weights = [unified.plan_fp8(target, weights, reader, modules)]
         section: dict[str, Any] = {"quant_algo": FP8}
     else:
-        planned, section = _plan_modules(target, held, quantized)
-    added, has_cache = plan_kv_scales(target, linears, kv_scales, reader)
+        planned_weights, section = _plan_modules(target, stored, quantized)
+    cache_scales, has_cache = plan_kv_scales(target, linears, kv_scales, reader)
     reader.report(target.problems)
-    rest = folder.select(set(folder.tensors) - folder.computed - reader.used)
-    plain = target.plan({name: specs[name] for name in others}, source=rest)
-    kept = [name for name in linears if name not in quantized]
+    plain_folder = folder.select(set(folder.tensors) - folder.computed - reader.used_names)
+    plain = target.plan({name: specs[name] for name in plain_names}, source=plain_folder)
+    plain_linears = [name for name in linears if name not in quantized]
     section |= {
         "kv_cache_quant_algo": FP8 if has_cache else None,
-        "exclude_modules": [*EXCLUDED, *kept],
+        "exclude_modules": [*EXCLUDED, *plain_linears],
     }
-    return merge_ranks(*planned, plain, [dict(added) for _ in plain]), section
+    return merge_ranks(*planned_weights, plain, [dict(cache_scales) for _ in plain]), section
 
 
 def _plan_modules(
-    target: TargetTensors, held: Held, quantized: Sequence[str]
+    target: TargetTensors, stored: StoredMatrices, quantized: Sequence[str]
 ) -> tuple[list[list[RankPlan]], dict[str, Any]]:
     """Plan the linears that are made of matrices, and what config.json says of them."""
-    modules = []
-    for name in quantized:
-        own = target.source_rows[f"{name}.weight"]
-        stems = [part.name.removesuffix(".weight") for part in own]
-        matrices = tuple(held.matrices[stem] for stem in stems if stem in held.matrices)
-        modules.append(_Module(name, target.specs[f"{name}.weight"], own, matrices))
-    taken = {matrix.stem for module in modules for matrix in module.matrices}
-    used = {part.name for several in target.source_rows.values() for part in several}
-    unread = [
-        weight for stem in held.matrices
-        if (weight := f"{stem}.weight") not in used
-        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in target.ignored)
-    ]  # fmt: skip
-    report_unread(target.folder, unread, target.problems)
-    kinds, section = _describe(target, held.scheme, modules)
-    planned: list[list[RankPlan]] = []
+    modules = [_make_module(target, stored, name) for name in quantized]
+    _report_unread(target, stored)
+    kinds, section = _describe(target, stored.scheme, modules)
+    planned_modules: list[list[RankPlan]] = []
     for module in modules:
         with collect(target.problems):
             _check_shared(module)
-            planned.append(_plan_module(target, module, kinds(module)))
+            planned_modules.append(_plan_module(target, module, kinds(module)))
+    stems = {matrix.stem for module in modules for matrix in module.matrices}
     logger.info(
-        "%s: %d matrices keep their numbers, as %s", target.folder.path, len(taken),
+        "%s: %d matrices keep their numbers, as %s", target.folder.path, len(stems),
         section["quant_algo"],
     )  # fmt: skip
-    return planned, section
+    return planned_modules, section
+
+
+def _make_module(target: TargetTensors, stored: StoredMatrices, name: str) -> _Module:
+    """Return a linear with the matrices that make it."""
+    source_rows = target.source_rows[f"{name}.weight"]
+    stems = [rows.name.removesuffix(".weight") for rows in source_rows]
+    matrices = tuple(stored.by_module[stem] for stem in stems if stem in stored.by_module)
+    return _Module(name, target.specs[f"{name}.weight"], source_rows, matrices)
+
+
+def _report_unread(target: TargetTensors, stored: StoredMatrices) -> None:
+    """Note the matrices that no tensor of the target is made of, unless they may be left out."""
+    read_names = list_read(target.source_rows)
+    unread_names = [
+        weight for stem in stored.by_module
+        if (weight := f"{stem}.weight") not in read_names
+        and not any(fnmatch.fnmatchcase(weight, pattern) for pattern in target.ignored)
+    ]  # fmt: skip
+    report_unread(target.folder, unread_names, target.problems)
 
 
 def _describe(
     target: TargetTensors, scheme: Scheme, modules: Sequence[_Module]
 ) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
     """Return what tells the kinds of tensors of a linear, and what config.json says of them."""
-    if scheme.kept != INT4:
-        algorithm = ALGORITHMS[str(scheme.kept)]
-        section: dict[str, Any] = {"quant_algo": scheme.kept}
+    if scheme.stored_as != INT4:
+        algorithm = ALGORITHMS[str(scheme.stored_as)]
+        section: dict[str, Any] = {"quant_algo": scheme.stored_as}
         if algorithm.group_sizes:
             section["group_size"] = algorithm.group_sizes[0]
         return functools.partial(_list_kinds, algorithm), section
@@ -293,15 +314,11 @@ def _describe_int4(
 ) -> tuple[Callable[[_Module], _Kinds], dict[str, Any]]:
     """Return as `_describe` does, for matrices of four-bit integers."""
     matrices = {m.name: [x for x in m.matrices if isinstance(x, IntMatrix)] for m in modules}
-    every_matrix = [matrix for module in matrices.values() for matrix in module]
     with_zeros = {name for name, module in matrices.items() if any(x.has_zeros() for x in module)}
     with_order = {
         name for name, module in matrices.items() if any(x.order is not None for x in module)
     }
-    has_inputs = any(matrix.input_scale is not None for matrix in every_matrix)
-    sizes = {matrix.shape[1] // matrix.num_groups for matrix in every_matrix}
-    has_whole_rows = all(matrix.num_groups == 1 for matrix in every_matrix)
-    assert len(sizes) == 1 or has_whole_rows, "the section has one group size"
+    has_inputs, group_size = _describe_groups(list(itertools.chain(*matrices.values())))
 
     def list_int4(module: _Module) -> _Kinds:
         return _list_int4(
@@ -312,10 +329,19 @@ def _describe_int4(
 
     return list_int4, {
         "quant_algo": int4.INT4_GROUPS if with_zeros or with_order else int4.W4A16_AWQ,
-        "group_size": -1 if has_whole_rows else min(sizes),
+        "group_size": group_size,
         "has_zero_point": bool(with_zeros),
         "pre_quant_scale": has_inputs,
     }
+
+
+def _describe_groups(matrices: Sequence[IntMatrix]) -> tuple[bool, int]:
+    """Return whether inputs of matrices are scaled, and their group size; -1 for whole rows."""
+    has_inputs = any(matrix.input_scale is not None for matrix in matrices)
+    sizes = {matrix.shape[1] // matrix.num_groups for matrix in matrices}
+    has_whole_rows = all(matrix.num_groups == 1 for matrix in matrices)
+    assert len(sizes) == 1 or has_whole_rows, "the section has one group size"
+    return has_inputs, -1 if has_whole_rows else min(sizes)
 
 
 def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
@@ -325,9 +351,13 @@ def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
     shards = {"matrix": Shard.REPLICATED, "row": rows}
     infos = algorithm.describe((spec.shape[0], spec.shape[1]), "float32", NVFP4_GROUP_SIZE)
     return {
-        kind: (TensorSpec(info.shape, shards.get(each, spec.shard), spec.owner), info.dtype)
+        kind: (
+            TensorSpec(
+                info.shape, shards.get(algorithm.scales.get(kind, ""), spec.shard), spec.owner
+            ),
+            info.dtype,
+        )
         for kind, info in infos.items()
-        for each in [algorithm.scales.get(kind, "")]
     }
 
 
@@ -368,25 +398,25 @@ def _refuse_split(matrix: Matrix, tp_size: int, reason: str) -> SpecDecError:
 def _plan_module(target: TargetTensors, module: _Module, kinds: _Kinds) -> list[RankPlan]:
     """Plan what a checkpoint holds of one linear, on every rank."""
     tp_size = target.model.tp_size
-    planned: list[list[RankPlan]] = []
+    planned_kinds: list[list[RankPlan]] = []
     for kind, (spec, dtype) in kinds.items():
         if spec.shard is Shard.COLUMNS and spec.shape[1] % tp_size:
             reason = f"its {spec.shape[1]} groups of columns do not divide by {tp_size}"
             raise _refuse_split(module.matrices[0], tp_size, reason)
         sources = tuple(
-            dataclasses.replace(part, name=f"{part.name.removesuffix('weight')}{kind}")
-            for part in module.parts
+            dataclasses.replace(rows, name=f"{rows.name.removesuffix('weight')}{kind}")
+            for rows in module.source_rows
         )
-        if kind in _SHARED:
+        if kind in COMMON_KINDS:
             sources = (SourceRows(sources[0].name),)
         name = f"{module.name}.{kind}"
-        source = target.folder.select({part.name for part in sources})
-        planned.append(
+        source = target.folder.select({rows.name for rows in sources})
+        planned_kinds.append(
             target.plan(
                 {name: spec}, source_rows={name: sources}, source=source, dtype=dtype, ignored=()
             )
         )
-    ranks = merge_ranks(*planned)
+    ranks = merge_ranks(*planned_kinds)
     matrix = module.matrices[0]
     for rank in ranks:
         name = f"{module.name}.weight"
@@ -409,28 +439,39 @@ def _pack(codes: PlannedTensor, matrix: IntMatrix, tp_size: int) -> PackedTensor
 
 def _check_shared(module: _Module) -> None:
     """Refuse parts of a linear that differ in what a checkpoint has once for all of them."""
-    first, *others = module.matrices
+    first_matrix, *other_matrices = module.matrices
     stems = join_names([matrix.stem for matrix in module.matrices])
-    for matrix in others:
-        fact = next((what for what, one, other in _pair(first, matrix) if one != other), None)
-        if fact is not None:
+    for matrix in other_matrices:
+        facts = [
+            words for words, first_value, other_value in _pair(first_matrix, matrix)
+            if first_value != other_value
+        ]  # fmt: skip
+        if facts:
             raise SpecDecError(
-                f"{first.folder.path}: {stems}, which make one linear of the checkpoint, have"
-                f" different {fact}",
+                f"{first_matrix.folder.path}: {stems}, which make one linear of the checkpoint,"
+                f" have different {facts[0]}",
                 DEQUANTIZE,
             )
 
 
-def _pair(one: Matrix, other: Matrix) -> Iterator[tuple[str, Any, Any]]:
+def _pair(first_matrix: Matrix, other_matrix: Matrix) -> Iterator[tuple[str, Any, Any]]:
     """Return the properties that two matrices must share: their words, and each one's values."""
-    if isinstance(one, IntMatrix) and isinstance(other, IntMatrix):
-        yield "numbers of groups", one.num_groups, other.num_groups
-        yield "orders of their inputs (act-order)", _list(one.order), _list(other.order)
-        inputs = [_list(each.read_input_scale()) for each in (one, other)]
+    if isinstance(first_matrix, IntMatrix) and isinstance(other_matrix, IntMatrix):
+        yield "numbers of groups", first_matrix.num_groups, other_matrix.num_groups
+        yield (
+            "orders of their inputs (act-order)",
+            _list(first_matrix.order),
+            _list(other_matrix.order),
+        )
+        inputs = [_list(m.read_input_scale()) for m in (first_matrix, other_matrix)]
         yield "scales of their inputs (pre_quant_scale)", inputs[0], inputs[1]
-    if isinstance(one, Nvfp4Matrix):
+    if isinstance(first_matrix, Nvfp4Matrix):
         for kind, words in ((WEIGHT_SCALE_2, "weight_scale_2"), (ACTIVATION_SCALE, "input_scale")):
-            yield words, _list(one.read_held(kind, 0, 1)), _list(other.read_held(kind, 0, 1))
+            yield (
+                words,
+                _list(first_matrix.read_stored(kind, 0, 1)),
+                _list(other_matrix.read_stored(kind, 0, 1)),
+            )
 
 
 def _list(array: Array | None) -> list[float] | None:

@@ -43,8 +43,8 @@ class Scales(ComputedTensors):
         if value is not None:
             self.set(name, value)
         block = Block(*(columns or (0, info.shape[0])))
-        own = TensorInfo(info.dtype, (block.num_rows,))
-        return PlannedTensor(own, (SourceSlice(self, name, block),))
+        own_info = TensorInfo(info.dtype, (block.num_rows,))
+        return PlannedTensor(own_info, (SourceSlice(self, name, block),))
 
     def set(self, name: str, value: np.float32 | Array) -> None:
         """Tell a scale's value, or several as they are stored."""
@@ -62,7 +62,8 @@ class RoundedMatrix:
     """A whole matrix [out, in], and how its rows are rounded.
 
     tensor: where its rows are. input_scale: float32 [in], what the inputs are multiplied with and
-    the weights divided by; kept: see `Rounding`. Both are found by a search, where there is one.
+    the weights divided by; kept_shares: see `Rounding`. Both are found by a search, where there is
+    one.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RoundedMatrix:
     ) -> None:
         self.module, self.tensor, self.rounding, self.scales = module, tensor, rounding, scales
         self.input_scale: Array | None = None
-        self.kept: Array | None = None
+        self.kept_shares: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,23 +86,25 @@ class RoundedMatrix:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows [start, stop) as float32 [rows, in]."""
-        parts, offset = [], 0
+        row_blocks, offset = [], 0
         for source_slice in self.tensor.slices:
             height = source_slice.block.num_rows
-            first, last = max(start - offset, 0), min(stop - offset, height)
-            if first < last:
-                rows = Block(source_slice.block.start + first, source_slice.block.start + last)
-                parts.append(source_slice.read(rows, self.tensor.info.dtype))
+            first_row, last_row = max(start - offset, 0), min(stop - offset, height)
+            if first_row < last_row:
+                rows = Block(
+                    source_slice.block.start + first_row, source_slice.block.start + last_row
+                )
+                row_blocks.append(source_slice.read(rows, self.tensor.info.dtype))
             offset += height
-        return cast(np.concatenate(parts), self.tensor.info.dtype, "float32")
+        return cast(np.concatenate(row_blocks), self.tensor.info.dtype, "float32")
 
     def round(self, start: int, stop: int) -> tuple[Array, Array]:
         """Return the codes and scales of rows, not packed."""
         values = self.read(start, stop)
         if self.input_scale is not None:
             values /= self.input_scale
-        kept = None if self.kept is None else self.kept[start:stop]
-        return self.rounding.round(values, self._get_whole(), kept)
+        kept_shares = None if self.kept_shares is None else self.kept_shares[start:stop]
+        return self.rounding.round(values, self._get_whole(), kept_shares)
 
     def restore(self, start: int, stop: int) -> Array:
         """Return what rows [start, stop) are after rounding, for unscaled inputs: float32."""
@@ -129,21 +132,21 @@ class RowTensor(PlannedTensor):
         num_rows = sum(block.num_rows for block in self.blocks)
         for block in self.blocks:
             for start, stop in self.matrix.list_rows():
-                first, last = max(start, block.start), min(stop, block.stop)
-                if first < last:
-                    num_bytes = self.info.num_bytes * (last - first) // num_rows
+                first_row, last_row = max(start, block.start), min(stop, block.stop)
+                if first_row < last_row:
+                    num_bytes = self.info.num_bytes * (last_row - first_row) // num_rows
                     yield OutputBlock(
-                        num_bytes, functools.partial(self._make, first, last, block.columns)
+                        num_bytes, functools.partial(self._make, first_row, last_row, block.columns)
                     )
 
     def _make(self, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         codes, scales = self.matrix.round(start, stop)
-        first, last = columns or (0, codes.shape[1])
+        first_column, last_column = columns or (0, codes.shape[1])
         if self.is_weight:
-            return self.matrix.rounding.pack(codes[:, first:last])
+            return self.matrix.rounding.pack(codes[:, first_column:last_column])
         if scales.ndim == 2:
             group_size = codes.shape[1] // scales.shape[1]
-            scales = scales[:, first // group_size : last // group_size]
+            scales = scales[:, first_column // group_size : last_column // group_size]
         return scales
 
 

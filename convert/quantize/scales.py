@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,20 @@ class Quantizer:
     def measure(self, workers: int) -> dict[str, Any] | None:
         """Find every scale, of weights and inputs; return what the quantization costs, if known."""
         amaxes = self._measure_weights(workers) if self.format.smooths is None else {}
-        observed = self.calibrate(self.watches)
-        amaxes |= observed.largest
+        observations = self.calibrate(self.watches)
+        amaxes |= observations.largest
         if self.format.smooths is not None:
-            amaxes |= self._search(observed, workers)
+            amaxes |= self._search(observations, workers)
         dead = [name.rpartition(".")[0] for name, amax in amaxes.items() if amax == 0]
         if dead:
             logger.warning("only zeros, so the scale is 1: %s", join_names(dead))
         for name in self.scales.tensors:
             module, _, kind = name.rpartition(".")
             if kind in KV_SCALES:
-                parts = [
-                    _divide(amaxes[f"{module}.{part}"], FLOAT8_MAX) for part in _KV_PARTS[kind]
+                scales = [
+                    _divide(amaxes[f"{module}.{letter}"], FLOAT8_MAX) for letter in _KV_PARTS[kind]
                 ]
-                self.scales.set(name, np.maximum(max(parts), MIN_KV_SCALE))
+                self.scales.set(name, np.maximum(max(scales), MIN_KV_SCALE))
             elif kind != INPUT_SCALE:
                 self.scales.set(
                     name, _divide(amaxes[f"{find_group(module)}.{kind}"], self._get_maximum(kind))
@@ -101,20 +101,25 @@ class Quantizer:
 
     def _measure_weights(self, workers: int) -> dict[str, np.float32]:
         """Return the largest magnitude of the weights under each scale."""
-        calls = {name: functools.partial(_measure, own) for name, own in self.weights.items()}
+        calls = {
+            name: functools.partial(_measure, tensors) for name, tensors in self.weights.items()
+        }
         with Pool(workers) as pool:
             weights = pool.gather(calls, "measuring")
         self._refuse_broken([name for name, amax in weights.items() if not np.isfinite(amax)])
         return weights
 
-    def _search(self, observed: Observations, workers: int) -> dict[str, np.float32]:
+    def _search(self, observations: Observations, workers: int) -> dict[str, np.float32]:
         """Find the inputs' scales; return the largest magnitudes of what they leave."""
         groups: dict[str, list[RoundedMatrix]] = {}
         for module, matrix in self.matrices.items():
             groups.setdefault(find_group(module), []).append(matrix)
         calls = {
             group: functools.partial(
-                search_inputs, members, observed.inputs[f"{group}.{ACTIVATION_SCALE}"], self.format
+                search_inputs,
+                members,
+                observations.inputs[f"{group}.{ACTIVATION_SCALE}"],
+                self.format,
             )
             for group, members in groups.items()
         }
@@ -187,21 +192,20 @@ def name_kv_scales(version: str) -> tuple[str, ...]:
 
 
 def plan_quantizer(
-    target: TargetTensors, format_: Format, ranks: Sequence[RankPlan], whole: RankPlan, *,
+    target: TargetTensors, format_: Format, ranks: Sequence[RankPlan], whole_rank: RankPlan, *,
     group_size: int, kv_scales: Sequence[str], **calls: Any,
 ) -> tuple[list[RankPlan], Quantizer]:  # fmt: skip
     """Replace every linear's weight by a rounded one with its scales, on every rank.
 
-    whole: the linears' weights on one rank; kv_scales: the K/V scales to write; calls: what
+    whole_rank: the linears' weights on one rank; kv_scales: the K/V scales to write; calls: what
     `Quantizer` calls.
     """
     model, scales = target.model, Scales(target.folder.path)
     rounding = format_.make_rounding(group_size)
     matrices = {
-        module: RoundedMatrix(module, whole[f"{module}.weight"], rounding, scales)
+        module: RoundedMatrix(module, whole_rank[f"{module}.weight"], rounding, scales)
         for module in list_linears(model)
     }
-    weights: dict[str, list[PlannedTensor]] = {}
     quantized = []
     for i, rank in enumerate(ranks):
         tensors: RankPlan = {}
@@ -210,9 +214,6 @@ def plan_quantizer(
             if module not in matrices:
                 tensors[name] = tensor
                 continue
-            if format_.weight is not None and format_.smooths is None:
-                shared = f"{find_group(module)}.{format_.weight[0]}"
-                weights.setdefault(shared, []).append(tensor)
             blocks = tuple(list_blocks(target.specs[name], model, i))
             tensors |= _plan_matrix(matrices[module], tensor, blocks, format_, group_size)
             if module.endswith(".attention.qkv"):
@@ -225,10 +226,26 @@ def plan_quantizer(
     )
     quantizer = Quantizer(
         format=format_, model_dir=target.folder.path, scales=scales,
-        weights={name: tuple(tensors) for name, tensors in weights.items()},
+        weights=_list_weights(format_, ranks, matrices),
         watches=tuple(watches), matrices=matrices, **calls,
     )  # fmt: skip
     return quantized, quantizer
+
+
+def _list_weights(
+    format_: Format, ranks: Sequence[RankPlan], modules: Collection[str]
+) -> dict[str, tuple[PlannedTensor, ...]]:
+    """Map each scale of weights that is measured beforehand to the weights that share it."""
+    if format_.weight is None or format_.smooths is not None:
+        return {}
+    weights: dict[str, tuple[PlannedTensor, ...]] = {}
+    for rank in ranks:
+        for name, tensor in rank.items():
+            module = name.removesuffix(".weight")
+            if module in modules:
+                scale_name = f"{find_group(module)}.{format_.weight[0]}"
+                weights[scale_name] = (*weights.get(scale_name, ()), tensor)
+    return weights
 
 
 def _plan_matrix(
@@ -238,21 +255,21 @@ def _plan_matrix(
     """Plan a rank's part of a matrix and its scales. tensor: the part before it is rounded."""
     module, scales = matrix.module, matrix.scales
     num_rows, num_inputs = tensor.info.shape
-    planned: RankPlan = {}
+    planned_tensors: RankPlan = {}
     infos = format_.algorithm.describe((num_rows, num_inputs), tensor.info.dtype, group_size)
     for kind, info in infos.items():
-        name, each = f"{module}.{kind}", format_.algorithm.scales.get(kind)
-        if each == "matrix":
-            planned[name] = scales.add(name)
-        elif each == "input":
+        name, granularity = f"{module}.{kind}", format_.algorithm.scales.get(kind)
+        if granularity == "matrix":
+            planned_tensors[name] = scales.add(name)
+        elif granularity == "input":
             of_all = TensorInfo(info.dtype, (matrix.shape[1],))
-            planned[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
+            planned_tensors[name] = scales.add(name, info=of_all, columns=blocks[0].columns)
         elif format_.name == FP8:
             scale = functools.partial(scales.get, f"{module}.{WEIGHT_SCALE}")
-            planned[name] = Float8Tensor(info, tensor.slices, tensor.info.dtype, scale)
+            planned_tensors[name] = Float8Tensor(info, tensor.slices, tensor.info.dtype, scale)
         else:
-            planned[name] = RowTensor(info, tensor.slices, matrix, blocks, kind == "weight")
-    return planned
+            planned_tensors[name] = RowTensor(info, tensor.slices, matrix, blocks, kind == "weight")
+    return planned_tensors
 
 
 def _list_watches(
@@ -264,18 +281,19 @@ def _list_watches(
     kv_size = model.num_key_value_heads * model.head_size
     for module in list_linears(model):
         outputs: list[list[tuple[str, slice]]] = [[], [], []]
-        parts = [
-            part.name.removesuffix(".weight") for part in target.source_rows[f"{module}.weight"]
+        source_modules = [
+            source_module.name.removesuffix(".weight")
+            for source_module in target.source_rows[f"{module}.weight"]
         ]
         if has_kv_scales and module.endswith(".qkv"):
             attention = module.removesuffix(".qkv")
-            is_fused = len(parts) == 1
+            is_fused = len(source_modules) == 1
             for i, start in ((1, q_size), (2, q_size + kv_size)):
                 columns = slice(start, start + kv_size) if is_fused else slice(None)
                 outputs[0 if is_fused else i].append((f"{attention}.{'qkv'[i]}", columns))
         name = f"{find_group(module)}.{ACTIVATION_SCALE}"
         is_first = find_group(module) == module
-        for part, watched in zip(parts, outputs, strict=False):
+        for source_module, watched in zip(source_modules, outputs, strict=False):
             if has_inputs or watched:
-                yield Watch(part, name, tuple(watched), group_size if is_first else None)
+                yield Watch(source_module, name, tuple(watched), group_size if is_first else None)
                 is_first = False

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .rounded import RoundedMatrix
 
 ALPHAS = tuple(i / 20 for i in range(21))
-KEPT = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+KEPT_SHARES = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 LARGEST_SCALE = 1e4  # and its inverse the least: both are numbers in float16
 BLOCK_BYTES = 1 << 20  # of weights at a time: what is computed of them stays in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search: the error of the outputs, and the largest magnitudes after scaling."""
 
     error: float
@@ -51,7 +51,7 @@ def search_inputs(
     inputs: Inputs,
     format_: Format,
     is_ending: threading.Event,
-) -> Found:
+) -> SearchResult:
     """Find one scale an input of linears that have their input in common, and set it in each.
 
     Raise nothing where weights are NaN: the error is NaN then.
@@ -65,20 +65,22 @@ def search_inputs(
             values = member.read(start, stop)
             for i, scale in enumerate(candidates):
                 errors[i] += _measure(member, values, scale, inputs, format_)
-    best = int(np.argmin(errors))
-    chosen, largest_weight = candidates[best], np.float32(0)
+    best_index = int(np.argmin(errors))
+    chosen_scale, largest_weight = candidates[best_index], np.float32(0)
     for member in members:
-        member.input_scale = chosen
+        member.input_scale = chosen_scale
         if format_.group_size is not None:
-            member.kept = np.ones((member.shape[0], len(inputs.moments)), np.float32)
+            member.kept_shares = np.ones((member.shape[0], len(inputs.moments)), np.float32)
         for start, stop in member.list_rows(BLOCK_BYTES):
             if is_ending.is_set():
                 break
             values = member.read(start, stop)
-            largest_weight = max(largest_weight, np.abs(values / chosen).max())
-            if member.kept is not None:
-                member.kept[start:stop] = _clip(member, values, chosen, inputs)
-    return Found(float(errors[best]), (inputs.largest * chosen).max(), largest_weight)
+            largest_weight = max(largest_weight, np.abs(values / chosen_scale).max())
+            if member.kept_shares is not None:
+                member.kept_shares[start:stop] = _clip(member, values, chosen_scale, inputs)
+    return SearchResult(
+        float(errors[best_index]), (inputs.largest * chosen_scale).max(), largest_weight
+    )
 
 
 def _list_candidates(
@@ -135,14 +137,16 @@ def _weigh(error: Array, moments: Array) -> Array:
 
 def _clip(member: RoundedMatrix, values: Array, scale: Array, inputs: Inputs) -> Array:
     """Return what part of each group's largest magnitude to represent: [rows, groups]."""
-    scaled, one = values / scale, np.float32(1)
-    best = np.ones((len(values), len(inputs.moments)), np.float32)
-    least = np.full(best.shape, np.inf, np.float32)
-    for part in KEPT:
-        kept = np.full(best.shape, part, np.float32)
-        restored = member.rounding.restore(*member.rounding.round(scaled, one, kept), one)
+    scaled, whole_scale = values / scale, np.float32(1)
+    best_shares = np.ones((len(values), len(inputs.moments)), np.float32)
+    least_errors = np.full(best_shares.shape, np.inf, np.float32)
+    for share in KEPT_SHARES:
+        kept_shares = np.full(best_shares.shape, share, np.float32)
+        restored = member.rounding.restore(
+            *member.rounding.round(scaled, whole_scale, kept_shares), whole_scale
+        )
         error = _weigh(restored * scale - values, inputs.moments).T
-        is_better = error < least
-        least = np.where(is_better, error, least)
-        best[is_better] = part
-    return best
+        is_better = error < least_errors
+        least_errors = np.where(is_better, error, least_errors)
+        best_shares[is_better] = share
+    return best_shares

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from specdec.errors import SpecDecError, shorten
@@ -27,37 +27,44 @@ Maker = Callable[[HfFolder, str], Matrix]
 class SourceFormat:
     """A format that is read.
 
-    title: its name in docs; marker: the tensor that tells a quantized module; kept: how a
+    title: its name in docs; marker: the tensor that tells a quantized module; stored_as: how a
     checkpoint holds the numbers, None where only --dequantize writes any; bits: those read.
     """
 
     title: str
     marker: str
-    kept: str | None
+    stored_as: str | None
     bits: str
 
 
 INT4 = "four bits"
 FP8_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 SOURCE_FORMATS: Mapping[str, SourceFormat] = {
-    "awq": SourceFormat(title="AutoAWQ (gemm)", marker="qweight", kept=INT4, bits="4"),
-    "gptq": SourceFormat(title="GPTQ", marker="qweight", kept=INT4, bits="4, 8"),
+    "awq": SourceFormat(title="AutoAWQ (gemm)", marker="qweight", stored_as=INT4, bits="4"),
+    "gptq": SourceFormat(title="GPTQ", marker="qweight", stored_as=INT4, bits="4, 8"),
     "pack-quantized": SourceFormat(
-        title="compressed-tensors pack-quantized", marker="weight_packed", kept=INT4, bits="4, 8"
+        title="compressed-tensors pack-quantized", marker="weight_packed", stored_as=INT4,
+        bits="4, 8",
     ),
-    "fp8-static": SourceFormat(title="FP8, static scales", marker="weight", kept=FP8, bits="8"),
+    "fp8-static": SourceFormat(
+        title="FP8, static scales", marker="weight", stored_as=FP8, bits="8"
+    ),
     "fp8-dynamic": SourceFormat(
-        title="FP8, inputs scaled as they come", marker="weight", kept=FP8_ROWS, bits="8"
+        title="FP8, inputs scaled as they come", marker="weight", stored_as=FP8_ROWS, bits="8"
     ),
     "fp8-weights": SourceFormat(
         title="FP8, inputs not rounded, or a scale a row and static inputs", marker="weight",
-        kept=None, bits="8",
+        stored_as=None, bits="8",
     ),
-    "fp8-block": SourceFormat(title="FP8 in blocks", marker="weight", kept=None, bits="8"),
-    "modelopt-int4": SourceFormat(title="ModelOpt INT4 AWQ", marker="weight", kept=INT4, bits="4"),
-    "modelopt-nvfp4": SourceFormat(title="ModelOpt NVFP4", marker="weight", kept="NVFP4", bits="4"),
+    "fp8-block": SourceFormat(title="FP8 in blocks", marker="weight", stored_as=None, bits="8"),
+    "modelopt-int4": SourceFormat(
+        title="ModelOpt INT4 AWQ", marker="weight", stored_as=INT4, bits="4"
+    ),
+    "modelopt-nvfp4": SourceFormat(
+        title="ModelOpt NVFP4", marker="weight", stored_as="NVFP4", bits="4"
+    ),
     "modelopt-nvfp4-weights": SourceFormat(
-        title="ModelOpt W4A16_NVFP4", marker="weight", kept=None, bits="4"
+        title="ModelOpt W4A16_NVFP4", marker="weight", stored_as=None, bits="4"
     ),
 }  # fmt: skip
 _READ = "AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 folders are read"
@@ -77,38 +84,39 @@ class Scheme:
         return SOURCE_FORMATS[self.name]
 
     @property
-    def kept(self) -> str | None:
-        """How a checkpoint holds the numbers; None where it cannot."""
-        return None if self.format.kept == INT4 and self.bits != 4 else self.format.kept
+    def stored_as(self) -> str | None:
+        """Return how a checkpoint holds the numbers; None where it cannot."""
+        return None if self.format.stored_as == INT4 and self.bits != 4 else self.format.stored_as
 
     def find_modules(self, folder: HfFolder) -> list[str]:
         """List the modules of a folder whose matrices are quantized."""
         ending = f".{self.format.marker}"
         dtypes = {"fp8": (FLOAT8,), "modelopt": ("uint8", "int8")}
-        wanted = dtypes.get(self.name.partition("-")[0])
+        wanted_dtypes = dtypes.get(self.name.partition("-")[0])
         return [
             name.removesuffix(ending) for name, info in folder.tensors.items()
-            if name.endswith(ending) and (wanted is None or info.dtype in wanted)
+            if name.endswith(ending) and (wanted_dtypes is None or info.dtype in wanted_dtypes)
         ]  # fmt: skip
 
 
 class Section:
     """A section of a config.json, read key by key; a key that no reader asked for is an error."""
 
-    def __init__(self, folder: HfFolder, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, folder: HfFolder, values: Mapping[str, Any], location: str) -> None:
         self.folder = folder
         self.values = values
-        self.where = where
-        self.known: set[str] = set()
+        self.location = location
+        self.known_keys: set[str] = set()
 
-    def take(self, key: str, *allowed: Any, default: Any = None) -> Any:
+    def take(self, key: str, *allowed_values: Any, default: Any = None) -> Any:
         """Return a value, which must be one of those allowed, if any are given."""
-        self.known.add(key)
+        self.known_keys.add(key)
         value = self.values.get(key)
         value = default if value is None else value
-        if allowed and not any(value == one and type(value) is type(one) for one in allowed):
-            known = ", ".join(str(one) for one in allowed if one is not None)
-            raise self.refuse(f"{key} is {shorten(value)}", f"{key} may be {known}; {_REMEDY}")
+        kinds = {(type(allowed_value), allowed_value) for allowed_value in allowed_values}
+        if kinds and (not isinstance(value, Hashable) or (type(value), value) not in kinds):
+            choices = ", ".join(str(choice) for choice in allowed_values if choice is not None)
+            raise self.refuse(f"{key} is {shorten(value)}", f"{key} may be {choices}; {_REMEDY}")
         return value
 
     def take_group_size(self, default: int) -> int:
@@ -121,20 +129,20 @@ class Section:
 
     def skip(self, *keys: str) -> None:
         """Leave out keys that change no number."""
-        self.known.update(keys)
+        self.known_keys.update(keys)
 
     def refuse_rest(self) -> None:
         """Raise SpecDecError for keys that are not known and have a value."""
-        unknown = {
+        unknown_keys = {
             key: value for key, value in self.values.items()
-            if key not in self.known and value not in (None, False, [], {})
+            if key not in self.known_keys and value not in (None, False, [], {})
         }  # fmt: skip
-        if unknown:
-            told = ", ".join(f"{key} {shorten(value)}" for key, value in unknown.items())
-            raise self.refuse(f"{told}: not known, and may change the numbers", _REMEDY)
+        if unknown_keys:
+            key_words = ", ".join(f"{key} {shorten(value)}" for key, value in unknown_keys.items())
+            raise self.refuse(f"{key_words}: not known, and may change the numbers", _REMEDY)
 
     def refuse(self, fact: str, remedy: str) -> SpecDecError:
-        return SpecDecError(f"{self.folder.path} is quantized ({self.where}): {fact}", remedy)
+        return SpecDecError(f"{self.folder.path} is quantized ({self.location}): {fact}", remedy)
 
 
 _REMEDY = "convert the unquantized model instead"
@@ -170,14 +178,14 @@ def _read_own_file(folder: HfFolder) -> list[tuple[str, Any]]:
 
 def refuse_quantized(folder: HfFolder) -> None:
     """Raise SpecDecError where a drafter's matrices are stored quantized."""
-    found = [
+    quantized_names = [
         name for name, info in folder.tensors.items()
         if name.endswith(QUANTIZED) or info.dtype == FLOAT8
     ]  # fmt: skip
-    if found:
+    if quantized_names:
         raise SpecDecError(
-            f"{folder.path} holds a drafter with quantized matrices ({found[0]}), and drafters are"
-            " read unquantized",
+            f"{folder.path} holds a drafter with quantized matrices ({quantized_names[0]}), and"
+            " drafters are read unquantized",
             "take the drafter that it was made from; specdec-build --drafter-weights int8 or int4"
             " rounds its matrices",
         )
@@ -185,7 +193,7 @@ def refuse_quantized(folder: HfFolder) -> None:
 
 def read_scheme(folder: HfFolder) -> Scheme | None:
     """Return how a folder says that it is quantized, or None; SpecDecError if it is not read."""
-    found: list[Scheme] = []
+    schemes: list[Scheme] = []
     for method, values in read_sections(folder):
         if not isinstance(values, dict):
             raise SpecDecError(
@@ -200,15 +208,15 @@ def read_scheme(folder: HfFolder) -> Scheme | None:
             )
         section = Section(folder, values, method)
         section.skip("quant_method")
-        found.append(METHODS[method](section))
+        schemes.append(METHODS[method](section))
         section.refuse_rest()
-    if len({(scheme.name, scheme.bits) for scheme in found}) > 1:
-        told = " and ".join(scheme.description for scheme in found)
+    if len({(scheme.name, scheme.bits) for scheme in schemes}) > 1:
+        descriptions = " and ".join(scheme.description for scheme in schemes)
         raise SpecDecError(
-            f"{folder.path} is quantized ({told}): its sections disagree",
+            f"{folder.path} is quantized ({descriptions}): its sections disagree",
             f"correct {QUANTIZATION_NAME} or quantization_config of config.json",
         )
-    return found[0] if found else None
+    return schemes[0] if schemes else None
 
 
 def _read_awq(section: Section) -> Scheme:
@@ -248,7 +256,7 @@ def _read_gptq(section: Section) -> Scheme:
         "use_cuda_fp16", "model_seqlen", "backend", "quantizer", "hyb_act", "act_group_aware",
     )  # fmt: skip
     make = functools.partial(
-        matrices.GptqMatrix, group_size=size, bits=bits, added=int(kind == "gptq"),
+        matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),
         carries="gptqmodel" in str(quantizer),
     )  # fmt: skip
     words = f"GPTQ, {bits} bits, group_size {size}, checkpoint_format {kind}"
@@ -256,6 +264,31 @@ def _read_gptq(section: Section) -> Scheme:
 
 
 def _read_compressed(section: Section) -> Scheme:
+    _check_compression(section)
+    groups = section.take("config_groups")
+    format_name = section.take("format", default="")
+    kind, bits, strategy, size, block, inputs = _read_groups(section, groups)
+    is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
+    if kind == "int" and is_packed and bits in (4, 8):
+        maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
+        words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
+        return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
+    if (kind, bits) == ("float", 8) and format_name in FLOAT_FORMATS:
+        rounding = "weights" if inputs == "static" and strategy != "tensor" else inputs
+        words = f"compressed-tensors FP8, {strategy}"
+        return _make_float8(words, block, rounding, in_scale_dtype=block is None)
+    raise section.refuse(
+        f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
+        f"pack-quantized of 4 or 8 bits by channel or group and FP8 are read; {_REMEDY}",
+    )
+
+
+# compressed-tensors' formats of float8; "" where a section names none.
+FLOAT_FORMATS = ("float-quantized", "naive-quantized", "")
+
+
+def _check_compression(section: Section) -> None:
+    """Raise SpecDecError for a section whose tensors are not those of its groups."""
     # Some writers leave the status of the model in memory; tensors are compressed all the same.
     section.take("quantization_status", "compressed", "frozen", default="compressed")
     section.take("kv_cache_scheme")
@@ -267,28 +300,18 @@ def _read_compressed(section: Section) -> Scheme:
             "transform_config rotates weights and activations, which is not read", _REMEDY
         )
     section.skip("ignore", "version", "global_compression_ratio")
-    groups = section.take("config_groups")
-    format_name = section.take("format", default="")
+
+
+def _read_groups(
+    section: Section, groups: Any
+) -> tuple[str, int, str, int, tuple[int, int] | None, str]:
+    """Return what `_read_group` does of each group, which must all be alike."""
     if not isinstance(groups, dict) or not groups:
         raise section.refuse(f"config_groups is {shorten(groups)}", _REMEDY)
     weights = [_read_group(section, name, group) for name, group in groups.items()]
-    if any(other != weights[0] for other in weights):
+    if any(other_weights != weights[0] for other_weights in weights):
         raise section.refuse("its config_groups quantize weights in different ways", _REMEDY)
-    kind, bits, strategy, size, block, inputs = weights[0]
-    is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
-    if kind == "int" and is_packed and bits in (4, 8):
-        maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
-        words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
-        return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
-    if kind == "float" and format_name in ("float-quantized", "naive-quantized", "") and bits == 8:
-        words = f"compressed-tensors FP8, {strategy}"
-        is_mixed = inputs == "static" and strategy != "tensor"
-        rounding = "weights" if is_mixed else inputs
-        return _make_float8(words, block, rounding, in_scale_dtype=block is None)
-    raise section.refuse(
-        f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
-        f"pack-quantized of 4 or 8 bits by channel or group and FP8 are read; {_REMEDY}",
-    )
+    return weights[0]
 
 
 def _read_group(
@@ -297,16 +320,18 @@ def _read_group(
     """Return a group's type, bits, strategy, group size and block, and how inputs are rounded."""
     if not isinstance(values, dict) or not isinstance(values.get("weights"), dict):
         raise section.refuse(f"config_groups.{name} is {shorten(values)}", _REMEDY)
-    group = Section(section.folder, values, f"{section.where}, config_groups.{name}")
+    group = Section(section.folder, values, f"{section.location}, config_groups.{name}")
     group.skip("targets", "format")
-    weights = Section(section.folder, group.take("weights"), f"{group.where}.weights")
+    weights = Section(section.folder, group.take("weights"), f"{group.location}.weights")
     weights.skip("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "symmetric")
     weights.take("dynamic", False, default=False)
     kind = weights.take("type", "int", "float", default="int")
     bits = weights.take("num_bits", default=8)
     size = weights.take_group_size(-1)
-    given = {True: "group", False: "tensor"}[size > 0]
-    strategy = weights.take("strategy", "tensor", "channel", "group", "block", default=given)
+    default_strategy = {True: "group", False: "tensor"}[size > 0]
+    strategy = weights.take(
+        "strategy", "tensor", "channel", "group", "block", default=default_strategy
+    )
     block = weights.take("block_structure")
     weights.refuse_rest()
     inputs = group.take("input_activations")
@@ -318,10 +343,10 @@ def _read_group(
                 f"inputs of linears are rounded too ({shorten(inputs)})",
                 f"4-bit weights with plain inputs and FP8 are read; {_REMEDY}",
             )
-        place = inputs.get("strategy")
-        if inputs.get("dynamic", False) is False and place in (None, "tensor"):
+        input_strategy = inputs.get("strategy")
+        if inputs.get("dynamic", False) is False and input_strategy in (None, "tensor"):
             rounding = "static"
-        elif inputs.get("dynamic") is True and place == "token":
+        elif inputs.get("dynamic") is True and input_strategy == "token":
             rounding = "dynamic"
     if group.take("output_activations") is not None:
         raise section.refuse("outputs of linears are rounded too", _REMEDY)
@@ -398,10 +423,10 @@ def _find_group_size(section: Section, size: int) -> int:
         group["weights"].get("group_size") for group in groups.values()
         if isinstance(group, dict) and isinstance(group.get("weights"), dict)
     }  # fmt: skip
-    found = sizes.pop() if len(sizes) == 1 else None
-    if type(found) is not int or found < 1:
+    group_size = sizes.pop() if len(sizes) == 1 else None
+    if type(group_size) is not int or group_size < 1:
         raise section.refuse("its config_groups give no group_size", "copy the folder again")
-    return found
+    return group_size
 
 
 # Where early versions of AutoGPTQ and AutoAWQ wrote what is in config.json now, by other keys.

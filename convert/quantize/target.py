@@ -15,7 +15,7 @@ from specdec.errors import Problems
 from specdec.files.tensor_file import DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import FP8
-from specdec.model.sharding import list_blocks
+from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import TensorSpec, list_linears
 from specdec.system import logs
 
@@ -44,13 +44,19 @@ def quantize_target(
     linears = {name: target.specs[name] for name in map("{}.weight".format, list_linears(model))}
     find_problems(format_, linears, model, group_size).raise_all()
     one_rank = dataclasses.replace(model, tp_size=1, pp_size=1)
-    (whole,) = target.plan(linears, model=one_rank, ignored=("*",))
+    (whole_ranks,) = target.plan(linears, model=one_rank, ignored=("*",))
     kv_scales = name_kv_scales(settings.line) if settings.kv_cache_dtype else ()
     calls: dict[str, Any] = {"calibrate": lambda watches: calibration.Observations({})}
     if settings.calibration_data is not None:
         calls = _prepare_calibration(settings, target.folder, model, format_)
     quantized, quantizer = plan_quantizer(
-        target, format_, ranks, whole, group_size=group_size or 0, kv_scales=kv_scales, **calls
+        target,
+        format_,
+        ranks,
+        whole_ranks,
+        group_size=group_size or 0,
+        kv_scales=kv_scales,
+        **calls,
     )
     section = describe_section(format_, has_kv_scales=bool(kv_scales), group_size=group_size)
     return quantized, section, quantizer
@@ -64,7 +70,7 @@ def _prepare_calibration(
     itemsize = np.dtype(DTYPES[model.dtype][1]).itemsize
     num_bytes = itemsize * sum(math.prod(info.shape) for info in folder.tensors.values())
     calibration.check_memory(num_bytes, device, folder.path)
-    usual = SEARCH_SIZE if format_.smooths else calibration.DEFAULT_SIZE
+    usual_size = SEARCH_SIZE if format_.smooths else calibration.DEFAULT_SIZE
     rows = calibration.read_rows(
         need(settings.calibration_data),
         functools.partial(calibration.load_model_tokenizer, need(settings.model_dir)),
@@ -74,12 +80,12 @@ def _prepare_calibration(
             model.max_position_embeddings,
         ),
         vocab_size=model.vocab_size,
-        usual=usual,
+        usual_size=usual_size,
         spare=0 if format_.name == FP8 else MEASURED_SIZE,
     )
-    others: list[list[int]] = []
+    held_out_rows: list[list[int]] = []
     if format_.name != FP8:
-        rows, others = calibration.hold_out(rows, settings.calib_size, usual)
+        rows, held_out_rows = calibration.hold_out(rows, settings.calib_size, usual_size)
     calls: dict[str, Any] = {
         "calibrate": functools.partial(
             calibration.observe,
@@ -90,8 +96,10 @@ def _prepare_calibration(
             batch_size=settings.calib_batch_size or 1,
         )
     }
-    if format_.name != FP8 and others:
-        calls["evaluate"] = functools.partial(_evaluate, others, dtype=model.dtype, device=device)
+    if format_.name != FP8 and held_out_rows:
+        calls["evaluate"] = functools.partial(
+            _evaluate, held_out_rows, dtype=model.dtype, device=device
+        )
     elif format_.name != FP8:
         logger.warning(
             "%s has no rows beside the calibration's: what the quantization costs is not measured",
@@ -113,26 +121,35 @@ def find_problems(
     format_: Format, linears: Mapping[str, TensorSpec], model: ModelConfig, group_size: int | None
 ) -> Problems:
     """List what keeps matrices from being stored: rows in pairs, whole groups on every rank."""
+    for name, spec in linears.items():
+        for block in list_blocks(spec, model, 0):
+            if problems := _find_block_problems(format_, name, spec, block, model, group_size):
+                return problems  # every layer has the same
+    return Problems()
+
+
+def _find_block_problems(
+    format_: Format, name: str, spec: TensorSpec, block: Block, model: ModelConfig,
+    group_size: int | None,
+) -> Problems:  # fmt: skip
+    """List what keeps a rank's block of a matrix from being stored."""
     problems = Problems()
     other_way = "use another --quantization"
     if model.tp_size > 1:
         other_way = "use a smaller --tp-size, or another --quantization"
-    for name, spec in linears.items():
-        for block in list_blocks(spec, model, 0):
-            first, last = block.columns or (0, spec.shape[1])
-            if format_.algorithm.rows == 2 and (block.start % 2 or block.stop % 2):
-                problems.add(
-                    f"{name}: a rank has rows {block.start} to {block.stop}, and four-bit rows are"
-                    " stored in pairs",
-                    other_way,
-                )
-            if group_size is not None and (last - first) % group_size:
-                fitting = [g for g in format_.algorithm.group_sizes if not (last - first) % g]
-                problems.add(
-                    f"{name}: the {last - first} columns that a rank has are no multiple of the"
-                    f" group size {group_size}",
-                    f"give --group-size {fitting[-1]}" if fitting else other_way,
-                )
-            if problems:
-                return problems  # every layer has the same
+    first_column, last_column = block.columns or (0, spec.shape[1])
+    width = last_column - first_column
+    if format_.algorithm.rows == 2 and (block.start % 2 or block.stop % 2):
+        problems.add(
+            f"{name}: a rank has rows {block.start} to {block.stop}, and four-bit rows are"
+            " stored in pairs",
+            other_way,
+        )
+    if group_size is not None and width % group_size:
+        fitting_sizes = [size for size in format_.algorithm.group_sizes if not width % size]
+        problems.add(
+            f"{name}: the {width} columns that a rank has are no multiple of the group size"
+            f" {group_size}",
+            f"give --group-size {fitting_sizes[-1]}" if fitting_sizes else other_way,
+        )
     return problems

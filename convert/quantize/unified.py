@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,37 +53,52 @@ def plan_fp8(
     stored: Collection[str],
 ) -> list[RankPlan]:
     """Plan the weights of quantized linears and their scales. stored: of `find_stored`."""
-    folder, parts = target.folder, target.source_rows
-    own = {part.name for name in weights for part in parts[name]}
-    reader.used |= own | {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
-    ranks = target.plan(weights, source=folder.select(own), dtype=FLOAT8, ignored=())
+    folder, source_rows = target.folder, target.source_rows
+    names = {rows.name for name in weights for rows in source_rows[name]}
+    reader.used_names |= names | {f"{stem}.{kind}" for stem in stored for kind in SOURCE_SCALES}
+    ranks = target.plan(weights, source=folder.select(names), dtype=FLOAT8, ignored=())
     scales = Scales(folder.path)
     num_rounded = 0
-    modules = [name.removesuffix(".weight") for name in weights]
-    for group in dict.fromkeys(map(find_group, modules)):
-        members = [module for module in modules if find_group(module) == group]
-        sources = [part.name for module in members for part in parts[f"{module}.weight"]]
-        for source_kind, kind in SOURCE_SCALES.items():
-            own_scales = {
-                name: reader.get(name.removesuffix("weight") + source_kind) for name in sources
-            }
-            shared = np.float32(max(own_scales.values()))
-            if kind == WEIGHT_SCALE:
-                num_rounded += sum(scale != shared for scale in own_scales.values())
-            for module, rank in itertools.product(members, ranks):
-                scale = f"{module}.{kind}"
-                rank[scale] = scales.add(scale, shared)
-                name = f"{module}.weight"
-                if kind == WEIGHT_SCALE and name in rank:  # else a problem was found
-                    plain, find = rank[name], functools.partial(scales.get, scale)
-                    rank[name] = Float8Tensor(plain.info, plain.slices, FLOAT8, find, own_scales)
+    for members, kind in itertools.product(_group_modules(weights), SOURCE_SCALES):
+        sources = [rows.name for m in members for rows in source_rows[f"{m}.weight"]]
+        own_scales = {name: reader.get(name.removesuffix("weight") + kind) for name in sources}
+        num_rounded += _plan_scale(ranks, members, SOURCE_SCALES[kind], own_scales, scales)
     if num_rounded:
         logger.warning(
             "%s: %d of %d matrices are rounded once more, to the scale that they share with others"
             " of their linear; --dequantize writes what they stand for as it is",
-            folder.path, num_rounded, len(own),
+            folder.path, num_rounded, len(names),
         )  # fmt: skip
     return ranks
+
+
+def _group_modules(weights: Iterable[str]) -> list[list[str]]:
+    """Return the modules of weights, in groups that share their scales."""
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        module = name.removesuffix(".weight")
+        groups.setdefault(find_group(module), []).append(module)
+    return list(groups.values())
+
+
+def _plan_scale(
+    ranks: Sequence[RankPlan], members: Sequence[str], kind: str,
+    own_scales: Mapping[str, np.float32], scales: Scales,
+) -> int:  # fmt: skip
+    """Plan the scale that linears have in common on every rank; round their weights to it.
+
+    kind: that of the checkpoint's scale; own_scales: those of the tensors that make the linears.
+    Returns how many weights are rounded once more, as their own scale is another one.
+    """
+    common_scale = np.float32(max(own_scales.values()))
+    for module, rank in itertools.product(members, ranks):
+        scale_name, name = f"{module}.{kind}", f"{module}.weight"
+        rank[scale_name] = scales.add(scale_name, common_scale)
+        if kind == WEIGHT_SCALE and name in rank:  # else a problem was found
+            plain, find_scale = rank[name], functools.partial(scales.get, scale_name)
+            rank[name] = Float8Tensor(plain.info, plain.slices, FLOAT8, find_scale, own_scales)
+    is_weight = kind == WEIGHT_SCALE
+    return sum(scale != common_scale for scale in own_scales.values()) if is_weight else 0
 
 
 def sort_linears(
@@ -95,33 +110,45 @@ def sort_linears(
     part, and another tensor than a linear's that is quantized. stored: the folder's quantized
     modules. A part that the folder lacks is whoever plans the linear's to report.
     """
-    folder, problems = target.folder, target.problems
-    quantized, plain, misplaced = [], [], []
+    quantized: list[str] = []
+    plain: list[str] = []
+    misplaced: list[str] = []
     for name in target.specs:
         module = name.removesuffix(".weight")
-        stems = [part.name.removesuffix(".weight") for part in target.source_rows[name]]
-        own = [stem for stem in stems if stem in stored and name.endswith(".weight")]
-        rest = [stem for stem in stems if stem not in stored and f"{stem}.weight" in folder.tensors]
-        if not own:
+        stems = [rows.name.removesuffix(".weight") for rows in target.source_rows[name]]
+        stored_stems = [stem for stem in stems if stem in stored]
+        if module == name or not stored_stems:
             plain.append(name)
         elif module not in linears:
-            misplaced += own
-        elif not rest:
+            misplaced += stored_stems
+        elif not _list_plain(target.folder, stems, stored):
             quantized.append(module)
         else:
-            problems.add(
-                f"{folder.path}: of {join_names(stems)}, which make one linear of the checkpoint,"
-                f" {len(own)} {'is' if len(own) == 1 else 'are'} quantized: {join_names(own)}",
-                DEQUANTIZE,
-            )
+            _report_mixed(target, stems, stored_stems)
     if misplaced:
         names = list(dict.fromkeys(misplaced))
-        problems.add(
-            f"{folder.path}: {join_names(names)} {'is' if len(names) == 1 else 'are'} quantized, of"
-            " which a checkpoint holds plain weights only",
+        verb = "is" if len(names) == 1 else "are"
+        target.problems.add(
+            f"{target.folder.path}: {join_names(names)} {verb} quantized, of which a checkpoint"
+            " holds plain weights only",
             DEQUANTIZE,
         )
     return quantized, plain
+
+
+def _list_plain(folder: HfFolder, stems: Sequence[str], stored: Collection[str]) -> list[str]:
+    """Return those of some modules that are not quantized and that the folder has."""
+    return [s for s in stems if s not in stored and f"{s}.weight" in folder.tensors]
+
+
+def _report_mixed(target: TargetTensors, stems: Sequence[str], stored_stems: Sequence[str]) -> None:
+    """Note a linear of which some modules are quantized and others are not."""
+    verb = "is" if len(stored_stems) == 1 else "are"
+    target.problems.add(
+        f"{target.folder.path}: of {join_names(stems)}, which make one linear of the checkpoint,"
+        f" {len(stored_stems)} {verb} quantized: {join_names(stored_stems)}",
+        DEQUANTIZE,
+    )
 
 
 def plan_kv_scales(
@@ -131,16 +158,16 @@ def plan_kv_scales(
     attentions = {}
     for module in linears:
         if module.endswith(".qkv"):
-            first = target.source_rows[f"{module}.weight"][0].name.removesuffix(".weight")
-            attentions[module.removesuffix("qkv")] = first.rpartition(".")[0] + "."
+            first_module = target.source_rows[f"{module}.weight"][0].name.removesuffix(".weight")
+            attentions[module.removesuffix("qkv")] = first_module.rpartition(".")[0] + "."
     cache = _read_kv_scales(target.folder, attentions, reader)
     scales = Scales(target.folder.path)
-    planned = {
+    planned_scales = {
         prefix + kind: scales.add(prefix + kind, values[kind])
         for prefix, values in cache.items()
         for kind in kv_scales
     }
-    return planned, bool(cache)
+    return planned_scales, bool(cache)
 
 
 def _read_kv_scales(
@@ -153,11 +180,15 @@ def _read_kv_scales(
     """
     tensors = folder.tensors
     is_promised = any([_promises_cache(folder, section) for _, section in read_sections(folder)])
-    theirs = attentions.values()
-    found = [pair for pair in KV_NAMES if any(a + name in tensors for a in theirs for name in pair)]
+    folder_attentions = attentions.values()
+    stored_pairs = [
+        pair
+        for pair in KV_NAMES
+        if any(a + name in tensors for a in folder_attentions for name in pair)
+    ]
     pairs: dict[str, tuple[np.float32, np.float32]]
-    if found:
-        k_name, v_name = found[0]
+    if stored_pairs:
+        k_name, v_name = stored_pairs[0]
         pairs = {
             ours: (reader.get(attention + k_name), reader.get(attention + v_name))
             for ours, attention in attentions.items()
@@ -177,11 +208,11 @@ def _promises_cache(folder: HfFolder, section: Mapping[str, Any]) -> bool:
     """Return whether a section names an FP8 K/V cache; SpecDecError for another type."""
     scheme = section.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        said = {key: scheme[key] for key in _FP8_CACHE if scheme.get(key) is not None}
-        if not said.items() <= _FP8_CACHE.items():
+        cache_words = {key: scheme[key] for key in _FP8_CACHE if scheme.get(key) is not None}
+        if not cache_words.items() <= _FP8_CACHE.items():
             raise SpecDecError(
-                f"{folder.path}: kv_cache_scheme has {said}, and a checkpoint holds a cache in FP8"
-                " with a fixed scale for each layer",
+                f"{folder.path}: kv_cache_scheme has {cache_words}, and a checkpoint holds a cache"
+                " in FP8 with a fixed scale for each layer",
                 f"remove kv_cache_scheme from its config.json, or {DEQUANTIZE}",
             )
     return scheme is not None or section.get("kv_cache_quant_algo") is not None
@@ -192,16 +223,16 @@ class ScaleReader:
 
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        self.used: set[str] = set()
-        self.missing: list[str] = []
+        self.used_names: set[str] = set()
+        self.missing_names: list[str] = []
         self.bad: list[str] = []
 
     def get(self, name: str) -> np.float32:
         """Return a scale; 1 instead of one that is missing or wrong."""
-        self.used.add(name)
+        self.used_names.add(name)
         info = self.folder.tensors.get(name)
         if info is None:
-            self.missing.append(name)
+            self.missing_names.append(name)
         elif math.prod(info.shape) != 1 or info.dtype not in (*SCALE_DTYPES, E8M0):
             self.bad.append(f"{name} is {info.dtype} of shape {list(info.shape)}")
         else:
@@ -213,7 +244,7 @@ class ScaleReader:
 
     def report(self, problems: Problems) -> None:
         """Append what was wrong."""
-        report_missing(self.folder, self.missing, problems)
+        report_missing(self.folder, self.missing_names, problems)
         if self.bad:
             problems.add(
                 f"{self.folder.path}: {'; '.join(dict.fromkeys(self.bad))}",

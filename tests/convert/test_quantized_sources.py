@@ -56,7 +56,7 @@ def list_plain(plain: Tensors, layer: int = 0) -> Tensors:
 def test_every_format_has_its_cases() -> None:
     assert {case.format for case in CASES.values()} == set(SOURCE_FORMATS)
     kept = {case.format for case in CASES.values() if case.kept}
-    assert kept == {name for name, format in SOURCE_FORMATS.items() if format.kept}
+    assert kept == {name for name, format in SOURCE_FORMATS.items() if format.stored_as}
 
 
 @pytest.mark.parametrize("name", CASES)
