@@ -46,16 +46,6 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
     problems = find_backend_problems(checkpoint, settings.line)
     lacks = [fact for name, facts in problems.items() for fact, _ in facts or ()
              if BACKENDS[name].is_separate]  # fmt: skip
-    summary: dict[str, Any] = {
-        name: getattr(model, name)
-        for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
-            "use_parallel_embedding", "embedding_sharding_dim",
-        )
-    }  # fmt: skip
-    if checkpoint.drafter is not None:
-        summary |= checkpoint.drafter.to_checkpoint()
     return {
         "output_dir": str(settings.output_dir),
         "architecture": plan.config["architecture"],
@@ -73,8 +63,22 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
         "total_bytes": total,
         "buffer_bytes": stream.measure_buffers(plan, count_workers(settings)),
         "sources": [str(path) for path in plan.source_files],
-        "config": summary,
+        "config": _summarize(checkpoint),
     }
+
+
+def _summarize(checkpoint: CheckpointConfig) -> dict[str, Any]:
+    """Return the sizes of a checkpoint's target, and its drafter's keys."""
+    summary: dict[str, Any] = {
+        name: getattr(checkpoint.model, name)
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_size", "intermediate_size", "max_position_embeddings",
+            "use_parallel_embedding", "embedding_sharding_dim",
+        )
+    }  # fmt: skip
+    drafter = checkpoint.drafter
+    return summary if drafter is None else summary | drafter.to_checkpoint()
 
 
 def find_backend_problems(checkpoint: CheckpointConfig, line: str) -> dict[str, Problems | None]:
@@ -101,15 +105,10 @@ def format_report(report: dict[str, Any], *, tells_backends: bool) -> str:
     """
     algorithms = {"linears": report["quant_algo"], "K/V cache": report["kv_cache_quant_algo"]}
     quantized = "".join(f", {use} {name}" for use, name in algorithms.items() if name)
-    separate = [each.title for each in BACKENDS.values() if each.is_separate and tells_backends]
-    line = f" for {separate[0]} {report['trtllm_version']}" if separate else ""
-    backends = [
-        name for name in report["backends"] if tells_backends or not BACKENDS[name].is_separate
-    ]
+    line, backends = _format_backends(report, tells_backends=tells_backends)
     lines = [
         f"{report['architecture']} ({report['method']}){line} -> {report['output_dir']}",
-        f"backends that take it: {', '.join(backends) or 'none of this machine'}"
-        + (f" ({report['lack']})" if report["lack"] and tells_backends else ""),
+        backends,
         f"dtype {report['dtype']}{quantized}, {describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]
@@ -124,3 +123,14 @@ def format_report(report: dict[str, Any], *, tells_backends: bool) -> str:
         " hashes alone at this machine's speed; nothing was written"
     )
     return "\n".join(lines)
+
+
+def _format_backends(report: Mapping[str, Any], *, tells_backends: bool) -> tuple[str, str]:
+    """Return what the names of a checkpoint are for, and which backends take it, as text."""
+    separate = [name for name, backend in BACKENDS.items() if backend.is_separate]
+    names = [name for name in report["backends"] if tells_backends or name not in separate]
+    backends = f"backends that take it: {', '.join(names) or 'none of this machine'}"
+    if not tells_backends:
+        return "", backends
+    line = f" for {BACKENDS[separate[0]].title} {report['trtllm_version']}" if separate else ""
+    return line, backends + (f" ({report['lack']})" if report["lack"] else "")

@@ -87,7 +87,7 @@ def test_every_format_of_quantized_models_is_on_its_page(name: str) -> None:
     assert len(rows) == 1
     _, _, methods, bits, kept, _ = (cell.strip() for cell in rows[0].split("|"))
     assert bits == format.bits
-    assert kept.split(";")[0] == (format.kept or "with `--dequantize` only")
+    assert kept.split(";")[0] == (format.stored_as or "with `--dequantize` only")
     assert {method.strip("` ") for method in methods.split(",")} <= set(METHODS_READ)
 
 

@@ -122,7 +122,7 @@ MODELS = [
          [keys(partial_rotary_factor=0.5, rope_parameters="ABSENT"), flags(trtllm_version="0.14")],
          FOR_1_2),
     Case("leave --trtllm-version out: the checkpoint is then for the torch backend", "stablelm",
-         flags(trtllm_version="0.14"), FOR_1_2),
+         flags(trtllm_version="0.14"), flags(trtllm_version=None)),
     # ---- Which files there are.
     Case("keep one of them: which is the trained one cannot be known", "redrafter",
          tensors({"lm_heads.2.weight": torch.ones(128, 96)}, DRAFTER),
