@@ -44,8 +44,9 @@ class BuildSettings:
     )  # fmt: skip
     speculative_decoding_mode: str | None = SPECULATION(
         choices=list_modes(),
-        help="How drafts are made; if not given, as the checkpoint says.",
-    )
+        help="How drafts are made; if not given, as the checkpoint says. On the torch backend each"
+        " run of an engine without a drafter chooses that itself.",
+    )  # fmt: skip
     max_batch_size: int = SIZES(8, minimum=1, maximum=2**16, help="Most requests in one batch.")
     max_input_len: int | None = SIZES(
         minimum=1, maximum=MAX_SIZE,
@@ -60,7 +61,8 @@ class BuildSettings:
     )
     max_draft_len: int | None = SPECULATION(
         minimum=0, maximum=MAX_DRAFT_TOKENS,
-        help="Most draft tokens in a step; for ReDrafter, given by its beams and their length.",
+        help="Most draft tokens in a step; for ReDrafter, given by its beams and their length. On"
+        " the torch backend what a run of a draft model or of lookahead drafts if it does not say.",
     )  # fmt: skip
     max_beam_width: int = SIZES(1, minimum=1, help="Beams of the output; 1 with speculation.")
     optimize: str = ENGINE(

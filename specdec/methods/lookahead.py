@@ -18,8 +18,8 @@ class LookaheadDraft:
     lookahead_config: str | None = setting(
         takes_list=True,
         metavar="[W,N,G]",
-        help="Columns of the window, tokens in an n-gram, n-grams verified in a step. If not"
-        " given, the largest [n,n,n] that the engine has room for.",
+        help="Columns of the window, tokens in an n-gram, n-grams verified in a step. If not given,"
+        " the largest [n,n,n] that an engine built for lookahead has room for.",
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specdec import Engine
 from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.engine_cache import EngineCache
@@ -412,6 +413,34 @@ def test_clearing_spares_what_is_in_use(generate: Generate, tmp_path: Path) -> N
     assert [(entry.name, entry.num_bytes) for entry in removed_entries] == [("other", 3)]
     assert num_used == 0
     assert [path for path in cache.folder.iterdir() if path.is_dir()] == []
+
+
+def test_engines_beyond_the_limit_go(
+    models: Path, generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least recently used; one alone is made and stays, and so does one that is loaded."""
+    folder = tmp_path / "cache" / "generate"
+
+    def list_names() -> set[str]:
+        return {path.name for path in folder.iterdir() if path.is_dir()}
+
+    monkeypatch.setenv("SPECDEC_MAX_CACHE_GB", "0")
+    alone = generate("abc")
+    assert "the engines in use take 0." in alone.stderr
+    assert "beyond its limit of 0 GB (SPECDEC_MAX_CACHE_GB)" in alone.stderr
+    assert "removed" not in alone.stderr
+    (first,) = list_names()
+    with Engine.load(folder / first / "engine", tokenizer=models / "target"):
+        assert "removed" not in generate("abc", "--max-seq-len", 40).stderr
+        assert len(list_names()) == 2
+    done = generate("abc", "--max-seq-len", 50)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("removed 2 engines of")]
+    assert first in line
+    assert len(list_names()) == 1
+    monkeypatch.setenv("SPECDEC_MAX_CACHE_GB", "many")
+    failed = run_cli_here("generate", "--model-dir", models / "target", "abc", "--dtype", "float16")
+    assert read_error_lines(failed.stderr)[0] == "SPECDEC_MAX_CACHE_GB is 'many'"
+    assert len(list_names()) == 1
 
 
 def test_forced_work_is_done_again(tmp_path: Path) -> None:
