@@ -8,6 +8,7 @@ from pathlib import Path
 from specdec.options import option_group, setting
 
 ENGINE = option_group("Engine")
+CACHE = option_group("Cache")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class DoctorSettings:
         metavar="ENGINE",
         help="Also check this engine: whether it can run here, and every byte of it.",
     )
-    clear_cache: bool = setting(
+    clear_cache: bool = CACHE(
         False,
         help="Remove the engines, kernels, downloads and other files that specdec keeps in the"
         " user's cache and no process uses, say what was removed, and exit.",

@@ -59,7 +59,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specdec audit --base-url URL --model NAME --reference-engine engine --same-drafter",
         "specdec audit --base-url URL --model NAME --reference-url URL2 --json",
     ),
-    "doctor": ("specdec doctor", "specdec doctor --engine-dir engine"),
+    "doctor": (
+        "specdec doctor",
+        "specdec doctor --engine-dir engine",
+        "specdec doctor --clear-cache",
+    ),
 }
 # Pages of commands whose names differ from the command's.
 PAGES = {"train data": "data"}
