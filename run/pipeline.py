@@ -34,7 +34,20 @@ if TYPE_CHECKING:
 logger = logs.get_logger(__name__)
 
 
-def run_engine(  # noqa: C901 - the stage's sentence, step by step
+@dataclasses.dataclass(frozen=True)
+class RunInputs:
+    """Prompts of a run as requests, and the tokenizer that they were made by.
+
+    settings: the run's, with the folder of the tokenizer, which the engine may hold.
+    """
+
+    settings: RunSettings
+    requests: list[Request]
+    num_prompts: int
+    tokenizer: Any
+
+
+def run_engine(
     settings: RunSettings, write: Callable[[str], None] | None = None
 ) -> dict[str, Any] | None:
     """Generate for every prompt; return the object that `--json` prints.
@@ -52,9 +65,23 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
         check_hashes(settings.engine_dir)
         if draft_options is not None:
             check_hashes(draft_options.engine_dir)
-    from specdec.decode.drafters.calibration import AcceptanceCounts
+    inputs = read_inputs(settings)
+    settings = inputs.settings
+    engine: OpenedEngine = backend.open_engine(settings, draft_options, inputs.tokenizer)
+    about = engine.core.describe()
+    check_opened(engine.core, about["method"], inputs)
+    if settings.dry_run:
+        longest_prompt = max(len(request.input_ids) for request in inputs.requests)
+        sizes = {"num_prompts": inputs.num_prompts, "longest": longest_prompt}
+        return {"dry_run": True, **about, **sizes}
+    engine.load()
+    logger.info("generating for %s", count(inputs.num_prompts, "prompt"))
+    return generate_report(engine, about, inputs, write)
+
+
+def read_inputs(settings: RunSettings) -> RunInputs:
+    """Read the prompts and the tokenizer of a run; raise SpecDecError for what is wrong there."""
     from specdec.decode.prompt_requests import make_requests
-    from specdec.decode.requests import choose_best
     from specdec.text.encoding import choose_form, use_template
     from specdec.text.prompts import list_prompts
     from specdec.text.tokenizer import lack_tokenizer, load_engine_tokenizer
@@ -67,31 +94,42 @@ def run_engine(  # noqa: C901 - the stage's sentence, step by step
     requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")
-    engine: OpenedEngine = backend.open_engine(settings, draft_options, tokenizer)
-    core, about = engine.core, engine.core.describe()
+    return RunInputs(settings, requests, len(prompts), tokenizer)
+
+
+def check_opened(core: EngineCore, method: str, inputs: RunInputs) -> None:
+    """Raise SpecDecError for options and prompts that an opened engine cannot follow."""
+    settings = inputs.settings
     if settings.show_drafts:
         check_shows_drafts(
-            method=about["method"], runtime=name_runtime(core), tells_origins=core.tells_origins,
-            has_tokenizer=tokenizer is not None, is_json=settings.json,
+            method=method, runtime=name_runtime(core), tells_origins=core.tells_origins,
+            has_tokenizer=inputs.tokenizer is not None, is_json=settings.json,
         )  # fmt: skip
     if settings.acceptance_output is not None:
-        check_counts_drafts(core, about["method"])
-    core.check_requests(requests)
-    if settings.dry_run:
-        longest_prompt = max(len(r.input_ids) for r in requests)
-        return {"dry_run": True, **about, "num_prompts": len(prompts), "longest": longest_prompt}
-    engine.load()
-    logger.info("generating for %s", count(len(prompts), "prompt"))
+        check_counts_drafts(core, method)
+    core.check_requests(inputs.requests)
+
+
+def generate_report(
+    engine: OpenedEngine, about: dict[str, Any], inputs: RunInputs,
+    write: Callable[[str], None] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Generate for all requests, write the files that are asked for, and return the report."""
+    from specdec.decode.drafters.calibration import AcceptanceCounts
+    from specdec.decode.requests import choose_best
+
+    settings, requests = inputs.settings, inputs.requests
     start = time.perf_counter()
     counts = AcceptanceCounts() if settings.acceptance_output is not None else None
     results, is_interrupted = generate(engine.runner, requests, settings, write, counts)
     seconds = time.perf_counter() - start
+    best_results = choose_best(results)
     report: dict[str, Any] = {
-        "outputs": [describe_result(r, tokenizer, settings) for r in choose_best(results)],
-        "stats": {**about, **describe_stats(core, results, seconds, settings)},
+        "outputs": [describe_result(r, inputs.tokenizer, settings) for r in best_results],
+        "stats": {**about, **describe_stats(engine.core, results, seconds, settings)},
     }
     if settings.writes_logits:
-        write_logits(settings, choose_best(results), report)
+        write_logits(settings, best_results, report)
     if counts is not None and settings.acceptance_output is not None and not is_interrupted:
         write_acceptance(settings.acceptance_output, counts, requests, about)
     if is_interrupted:
