@@ -21,8 +21,7 @@ class BudgetDraft:
     draft_budget: str | None = setting(
         choices=("auto", "fixed"),
         help="auto: draft only while that is faster, and verify of each draft only what is worth"
-        " its time. fixed: draft as the other options say. If not given, auto on a CPU, unless"
-        " --use-logits and a length are, and fixed elsewhere.",
+        " its time. fixed: draft as the other options say. If not given: auto, if not TensorRT-LLM.",
         group="Drafting",
         rare=True,
     )
