@@ -21,7 +21,7 @@ class BudgetDraft:
     draft_budget: str | None = setting(
         choices=("auto", "fixed"),
         help="auto: draft only while that is faster, and verify of each draft only what is worth"
-        " its time. fixed: draft as the other options say. If not given: auto, if not TensorRT-LLM.",
+        " its time. fixed: draft as the other options say. If not given: auto.",
         group="Drafting",
         rare=True,
     )
