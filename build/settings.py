@@ -71,8 +71,9 @@ class BuildSettings:
         " none: use PyTorch's operators.",
     )  # fmt: skip
     packed_weights: bool | None = ENGINE(
-        help="Also store the weights as this machine's kernels read them: twice the disk, and the"
-        " engine loads in a moment. Torch backend only.  [default: enable, with native kernels]",
+        help="Store matrices as this machine's kernels read them: the engine loads in a moment and"
+        " runs on such a machine only; disable: as the checkpoint has them, for any machine. Torch"
+        " backend only.  [default: enable, with native kernels and without a GPU]",
     )  # fmt: skip
     quantization: str | None = ENGINE(
         choices=("int8", "int4"),

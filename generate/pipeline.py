@@ -13,6 +13,7 @@ from typing import Any
 
 from specdec.command.stages import load_command
 from specdec.errors import SpecDecError, count
+from specdec.files.backends import TORCH, read_backend
 from specdec.files.engine_cache import (
     FOLDER_NAME,
     LIMIT_VARIABLE,
@@ -160,7 +161,8 @@ def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings
                 f"{' or '.join(plan.models)} changed while it was converted", "run it again"
             )
 
-    with cache.hold(plan.name, make, force=settings.force) as folder:
+    force = settings.force or not fits_machine(cache.folder / plan.name / "engine")
+    with cache.hold(plan.name, make, force=force) as folder:
         engine = folder / "engine"
         size = measure_folder(folder) / 1e6
         if settings.no_cache:
@@ -171,6 +173,19 @@ def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings
                 "kept" if is_made else "taken from the cache", engine, size,
             )  # fmt: skip
         yield engine
+
+
+def fits_machine(engine: Path) -> bool:
+    """Return whether a cached engine's matrices are packed as this machine reads them."""
+    from specdec.engine.engine_kernels import check_machine
+
+    try:
+        if engine.is_dir() and read_backend(engine) == TORCH:
+            check_machine(engine)
+    except SpecDecError as error:
+        logger.warning("%s: it is built again", error.message)
+        return False
+    return True
 
 
 def make_engine(plan: EnginePlan, folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import __version__
 from specdec.command.stages import load_command
 from specdec.errors import Problems
-from specdec.files.backends import BACKENDS, Backend, choose_default
+from specdec.files.backends import BACKENDS, TORCH, Backend, choose_default
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
 from specdec.options import get_flags
@@ -71,6 +71,7 @@ def plan_target(settings: GenerateSettings) -> EnginePlan:
         build |= plan_drafts(settings)
     if settings.draft_model_dir is not None:
         build |= AS_IT_IS
+    build |= plan_packing(settings)
     return EnginePlan(convert=settings.list_stage("convert"), build=build)
 
 
@@ -83,6 +84,12 @@ def list_changes(stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a stage that are not its defaults, which need not be given."""
     flags = get_flags(load_command(stage).settings_class)
     return {name: value for name, value in options.items() if value != flags[name][1]}
+
+
+def plan_packing(settings: GenerateSettings) -> dict[str, Any]:
+    """Return the build's options for the device: a GPU reads no matrices that are packed."""
+    is_torch = choose_backend(settings.backend).name == TORCH
+    return {"packed_weights": False} if is_torch and settings.device == "cuda" else {}
 
 
 def plan_drafts(settings: GenerateSettings) -> dict[str, Any]:
@@ -119,7 +126,9 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     weights = settings.drafter_weights
     return EnginePlan(
         convert=convert,
-        build=build | {"quantization": None if weights == SAME_TYPE else weights, **AS_IT_IS},
+        build=build
+        | {"quantization": None if weights == SAME_TYPE else weights, **AS_IT_IS}
+        | plan_packing(settings),
     )
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +22,9 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.ranks import processes
 from specdec.decode.requests import ActiveRequest, Request
-from specdec.engine.layout import PACKED_FOLDER, make_metadata
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, pack_beams
+from specdec.engine.weight_files import make_metadata
 from specdec.files.manifest import describe_file, list_block_sums
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
@@ -177,12 +176,15 @@ def make_tree_engine(
     return engine
 
 
-def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Give a weight file of an engine other tensors, with all that a build writes about them.
+def build_plain(engine: Path) -> Path:
+    """Build an engine again whose weights are as the checkpoint has them; return its folder."""
+    arguments = read_json(engine / "manifest.json")["build_arguments"]
+    call("build", *arguments, "--packed-weights=disable", "--output-dir", engine, "--force")
+    return engine
 
-    What it was packed into is removed.
-    """
-    shutil.rmtree(path.parent / PACKED_FOLDER, ignore_errors=True)
+
+def save_weights(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Give a weight file of an engine other tensors, with all that a build writes about them."""
     build_id = TensorFile(path).metadata["build_id"]
     arrays = {name: to_array(tensor) for name, tensor in tensors.items()}
     infos = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.checkpoint.config import CheckpointConfig, read_checkpoint_config
 from specdec.checkpoint.inventory import describe_sources
-from specdec.command.settings import to_plain
+from specdec.command.settings import to_arguments, to_plain
 from specdec.engine.layout import BuildConfig, make_build_id
 from specdec.files.acceptance import copy_acceptance
 from specdec.files.manifest import write_manifest
@@ -66,9 +66,17 @@ def build_embedded(
             copy_tokenizer(tokenizer, staged)
         write_manifest(
             staged, kind="engine", settings=to_plain(settings), sources=sources, hashes=hashes,
-            vocabulary=vocabulary,
+            vocabulary=vocabulary, build_arguments=list_arguments(settings),
         )  # fmt: skip
     seconds = round(time.monotonic() - began, 2)
     name = name_final(settings.output_dir)
     logger.info("engine %s: %s, %s, %.1f s", name, report["method"], told, seconds)
     return {"dry_run": False, **report, **written, "build_seconds": seconds}
+
+
+def list_arguments(settings: BuildSettings) -> list[str]:
+    """List the arguments that build an engine again, but for the folder that is written."""
+    checkpoint = settings.checkpoint_dir.absolute()
+    omitted_options = ("--output-dir", "--force", "--json")
+    arguments = to_arguments(dataclasses.replace(settings, checkpoint_dir=checkpoint))
+    return [word for word in arguments if word.partition("=")[0] not in omitted_options]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.checkpoint.config import CheckpointConfig
 from specdec.checkpoint.inventory import describe_quantized, list_tensors
-from specdec.engine.layout import (
-    check_inventory,
-    name_offsets,
-)
+from specdec.engine.layout import name_offsets
+from specdec.engine.weight_files import check_inventory
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.backends import TENSORRT, TORCH
 from specdec.files.tensor_file import TensorFile
@@ -39,9 +36,6 @@ from specdec.system import logs
 
 from ..settings import SAME, BuildSettings
 
-if TYPE_CHECKING:
-    pass
-
 logger = logs.get_logger(__name__)
 
 
@@ -63,37 +57,37 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
     """List the settings and the parts of a checkpoint that the torch backend does not take."""
     from specdec.engine.layers import ACTIVATIONS
 
-    ours = f"the {TENSORRT if settings.backend == TENSORRT else TORCH} backend"
-    model, wanted, size = checkpoint.model, settings.quantization, settings.group_size
+    backend = f"the {TENSORRT if settings.backend == TENSORRT else TORCH} backend"
+    model, weight_type, size = checkpoint.model, settings.quantization, settings.group_size
     quantization, algorithm = checkpoint.quantization, checkpoint.quantization.quant_algo
     return Problems.from_table(
         (settings.kv_cache_type == "paged",
-         f"{ours} has a continuous KV cache only", "leave --kv-cache-type out"),
+         f"{backend} has a continuous KV cache only", "leave --kv-cache-type out"),
         (model.pp_size != 1,
-         f"the checkpoint is split for pp_size={model.pp_size}; {ours} has no pipeline"
+         f"the checkpoint is split for pp_size={model.pp_size}; {backend} has no pipeline"
          " stages", "convert it again with --pp-size 1"),
         (model.hidden_act not in ACTIVATIONS,
          f"hidden_act={model.hidden_act!r}",
-         f"{ours} executes {', '.join(ACTIVATIONS)}"),
+         f"{backend} executes {', '.join(ACTIVATIONS)}"),
         (algorithm not in EXECUTED,
-         f"the checkpoint is quantized ({algorithm}), which {ours} does not execute",
+         f"the checkpoint is quantized ({algorithm}), which {backend} does not execute",
          f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
          " this one use --backend tensorrt-llm, or convert a published model with --dequantize"),
-        (wanted is not None and quantization.is_quantized,
-         f"--quantization {wanted}: the checkpoint is quantized already"
+        (weight_type is not None and quantization.is_quantized,
+         f"--quantization {weight_type}: the checkpoint is quantized already"
          f" ({algorithm or quantization.kv_cache_quant_algo})",
          "leave it out, or add --dequantize where the model is converted; one that specdec-convert"
          " quantized, convert without --quantization"),
         (settings.packed_weights and settings.optimize == "none",
          "--packed-weights enable: weights are packed for native kernels, and --optimize none"
          " leaves these out", "leave out one of the two"),
-        (size is not None and wanted != INT4,
+        (size is not None and weight_type != INT4,
          "--group-size without --quantization int4", "leave it out"),
         (settings.drafter_weights != SAME and checkpoint.drafter is None,
          f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
          "leave it out; a draft model's engine is built by itself, with --quantization"),
         (size not in (None, *int4.ENGINE_GROUPS), f"--group-size {size}", "use 32, 64 or 128"),
-        (wanted == INT4 and model.experts is not None,
+        (weight_type == INT4 and model.experts is not None,
          f"--quantization {INT4}: {model.architecture} is a mixture of experts",
          f"use {INT8}, or leave it out: experts have no four-bit form yet"),
     )  # fmt: skip
@@ -117,21 +111,37 @@ def will_compile(settings: BuildSettings) -> bool:
     return False
 
 
+def will_pack(settings: BuildSettings) -> bool:
+    """Return whether the kernels' matrices are packed: unless a GPU here will run the engine."""
+    if settings.packed_weights is not None:
+        return settings.packed_weights
+    import torch
+
+    if not torch.cuda.is_available():
+        return True
+    logger.info(
+        "torch sees a GPU, which reads no packed weights: they are not packed, and the engine runs"
+        " on both; --packed-weights enable makes one for this CPU, which loads in a moment"
+    )
+    return False
+
+
 def check_drafter(
-    own: Mapping[str, tuple[int, ...]], quantized: set[str], model: ModelConfig, *, has_tokens: bool
-) -> None:
+    shapes: Mapping[str, tuple[int, ...]], quantized: set[str], model: ModelConfig, *,
+    has_tokens: bool,
+) -> None:  # fmt: skip
     """Raise SpecDecError for a drafter that cannot be rounded, or draft only some tokens.
 
-    own: its tensors. has_tokens: whether it is to draft only some tokens.
+    shapes: of its tensors. has_tokens: whether it is to draft only some tokens.
     """
-    if float8 := sorted(quantized & set(own)):
+    if float8 := sorted(quantized & set(shapes)):
         raise SpecDecError(
             f"the drafter's {join_names(float8)} are quantized already",
             "leave --drafter-weights and --draft-vocab-file out, or convert it again",
         )
-    if has_tokens and (name := name_offsets(own)) in own:
+    if has_tokens and (name := name_offsets(shapes)) in shapes:
         raise SpecDecError(
-            f"--draft-vocab-file: the drafter drafts {own[name][0]} tokens of {model.vocab_size}"
+            f"--draft-vocab-file: the drafter drafts {shapes[name][0]} tokens of {model.vocab_size}"
             " already",
             "leave it out",
         )
@@ -139,15 +149,15 @@ def check_drafter(
 
 def check_sources(sources: Sequence[TensorFile], checkpoint: CheckpointConfig) -> set[str]:
     """Check every rank's file against config.json; return the matrices quantized in all."""
-    found = [check_source(source, checkpoint) for source in sources]
-    for source, quantized in zip(sources[1:], found[1:], strict=True):
-        if unlike := sorted(quantized ^ found[0]):
+    quantized_by_rank = [check_source(source, checkpoint) for source in sources]
+    for source, quantized in zip(sources[1:], quantized_by_rank[1:], strict=True):
+        if unlike_names := sorted(quantized ^ quantized_by_rank[0]):
             raise SpecDecError(
                 f"{source.path} and {sources[0].path} differ in which linears are quantized:"
-                f" {join_names(unlike)}",
+                f" {join_names(unlike_names)}",
                 "the ranks' files must come from one run: convert again",
             )
-    return found[0]
+    return quantized_by_rank[0]
 
 
 def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
@@ -156,47 +166,59 @@ def check_source(source: TensorFile, checkpoint: CheckpointConfig) -> set[str]:
     specs = list_tensors(model, checkpoint.drafter)
     expected = {name: get_rank_shape(spec, model) for name, spec in specs.items()}
     algorithm = checkpoint.quantization.quant_algo
-    described = describe_quantized(expected, source.tensors, algorithm)
-    quantized = described.keys() & expected.keys()
+    described_infos = describe_quantized(expected, source.tensors, algorithm)
+    quantized = described_infos.keys() & expected.keys()
     check_twins(source, quantized)
     check_numbers(source, quantized, expected, algorithm)
-    expected |= {name: info.shape for name, info in described.items()}
+    expected |= {name: info.shape for name, info in described_infos.items()}
     if algorithm == FP8 and quantized:
         # The cache keeps the model's type, for which it needs none of its scales.
         expected |= {
             name: info.shape for name, info in source.tensors.items()
             if name.rpartition(".")[2] in KV_SCALES and is_scale(name, specs)
         }  # fmt: skip
-    check_inventory(source, expected, "checkpoint")
-    dtypes = {name: info.dtype for name, info in source.tensors.items()}
-    wrong = find_contradictions(checkpoint.quantization, [*list_linears(model), "lm_head"], dtypes)
-    if wrong:
-        raise SpecDecError(
-            f"{source.path}: {len(wrong)} linears are not quantized as config.json says:"
-            f" {'; '.join(wrong[:4])}",
-            "config.json and the tensors must come from one run: convert again",
-        )
-    others = {
-        dtypes[name] for name in specs
-        if name not in quantized and dtypes[name] != get_stored_dtype(name, model.dtype)
-    }  # fmt: skip
-    if others:
-        raise SpecDecError(
-            f"config.json says dtype={model.dtype}, the tensors are {', '.join(sorted(others))}",
-            "target and drafter must be converted with one --dtype",
-        )
+    check_inventory(source.path, source.tensors, expected, "checkpoint")
+    check_types(source, checkpoint, [name for name in specs if name not in quantized])
     check_copies(source, specs)
     return quantized
+
+
+def check_types(
+    source: TensorFile, checkpoint: CheckpointConfig, plain_names: Iterable[str]
+) -> None:
+    """Raise SpecDecError for tensors of another type than config.json says.
+
+    plain_names: of those that are not quantized.
+    """
+    model = checkpoint.model
+    dtypes = {name: info.dtype for name, info in source.tensors.items()}
+    linears = [*list_linears(model), "lm_head"]
+    if contradictions := find_contradictions(checkpoint.quantization, linears, dtypes):
+        raise SpecDecError(
+            f"{source.path}: {len(contradictions)} linears are not quantized as config.json says:"
+            f" {'; '.join(contradictions[:4])}",
+            "config.json and the tensors must come from one run: convert again",
+        )
+    wrong_dtypes = {
+        dtypes[name] for name in plain_names
+        if dtypes[name] != get_stored_dtype(name, model.dtype)
+    }  # fmt: skip
+    if wrong_dtypes:
+        raise SpecDecError(
+            f"config.json says dtype={model.dtype}, the tensors are"
+            f" {', '.join(sorted(wrong_dtypes))}",
+            "target and drafter must be converted with one --dtype",
+        )
 
 
 def check_copies(source: TensorFile, names: Iterable[str]) -> None:
     """Raise SpecDecError where EAGLE nets that are to be copies differ: only the first is run."""
     for name in names:
-        first = find_first_copy(name)
-        if first != name and not np.array_equal(source.read(name), source.read(first)):
+        first_name = find_first_copy(name)
+        if first_name != name and not np.array_equal(source.read(name), source.read(first_name)):
             raise SpecDecError(
-                f"{source.path}: {name} differs from {first}; the torch backend runs one EAGLE net"
-                " for all levels of a tree",
+                f"{source.path}: {name} differs from {first_name}; the torch backend runs one EAGLE"
+                " net for all levels of a tree",
                 "use the tensorrt-llm backend, which runs one each",
             )
 
@@ -216,20 +238,21 @@ def check_numbers(
             continue
         matrix = int4.Int4Matrix(source, module)
         int4.check_damage(matrix)
-        groups, size, largest = int4.ENGINE_GROUPS, matrix.group_size, max(int4.ENGINE_GROUPS)
-        if matrix.num_groups > 1 and size not in groups and size % largest:
+        groups, size = int4.ENGINE_GROUPS, matrix.group_size
+        if matrix.num_groups > 1 and size not in groups and size % max(groups):
             raise SpecDecError(
                 f"{source.path}: {name} has groups of {size} columns; the torch backend multiplies"
                 f" groups of {join_names([str(group) for group in groups])}, multiples of"
-                f" {largest}, and rows with one scale each",
+                f" {max(groups)}, and rows with one scale each",
                 "quantize the model with another group size",
             )
 
 
 def check_twins(source: TensorFile, stored: set[str]) -> None:
     """Raise SpecDecError where fc is quantized and gate is not, or the other way round."""
-    for name, (one, other) in itertools.product(stored, ((".fc.", ".gate."), (".gate.", ".fc."))):
-        twin = name.replace(one, other) if ".mlp." in name else name
+    pairs = ((".fc.", ".gate."), (".gate.", ".fc."))
+    for name, (kind, twin_kind) in itertools.product(stored, pairs):
+        twin = name.replace(kind, twin_kind) if ".mlp." in name else name
         if twin in source.tensors and twin not in stored:
             raise SpecDecError(
                 f"{source.path}: {name} is quantized, {twin} is {source.tensors[twin].dtype}",

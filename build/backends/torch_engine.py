@@ -15,21 +15,19 @@ from specdec.checkpoint.config import CheckpointConfig
 from specdec.checkpoint.inventory import find_rank_files, list_tensors
 from specdec.engine.layout import (
     DRAFTER_NAME,
-    PACKED_FOLDER,
     BuildConfig,
     EngineConfig,
     encode_engine_config,
     list_drafter_tensors,
-    make_metadata,
     name_weight_file,
     plan_drafter,
 )
+from specdec.engine.weight_files import make_metadata
 from specdec.errors import SpecDecError
 from specdec.files.backends import TENSORRT, TORCH
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 from specdec.model import int4
-from specdec.model.config import ModelConfig
 from specdec.model.quantization import (
     FLOAT8,
     FP8,
@@ -50,7 +48,7 @@ from ..draft_vocabulary import choose_tokens
 from ..limits import resolve_limits
 from ..settings import SAME, BuildSettings
 from .embedded import build_embedded
-from .torch_checks import check_config, check_drafter, check_sources, will_compile
+from .torch_checks import check_config, check_drafter, check_sources, will_compile, will_pack
 from .torch_tensors import name_parts, plan_layout, plan_stored, read_four_bits, stack_parts
 
 if TYPE_CHECKING:
@@ -63,8 +61,8 @@ logger = logs.get_logger(__name__)
 class TorchPlan:
     """A checked build: the rank files to read, the files to write, whether to compile.
 
-    needs_kernels: whether the build fails where the compiler does. packs: whether the weights are
-    also stored as the kernels read them. draft_tokens: of `choose_tokens`. block_types: of
+    needs_kernels: whether the build fails where the compiler does. packs: whether the matrices are
+    stored as the kernels read them. draft_tokens: of `choose_tokens`. block_types: of
     `count_block_types`, for a checkpoint in GGML's blocks.
     """
 
@@ -113,8 +111,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
         kernels = "native kernels" if has_kernels else "no native kernels"
         return hashes, {"native_kernels": has_kernels}, f"{count} tensors, {size:.1f} MB, {kernels}"
 
-    num_bytes = plan.num_bytes + sum_packed(plan, checkpoint.model)
-    return Work(plan, describe_plan(plan), num_bytes, write)
+    return Work(plan, describe_plan(plan), plan.num_bytes, write)
 
 
 def build_engine(settings: BuildSettings) -> dict[str, Any]:
@@ -128,14 +125,6 @@ def foresee_limits(settings: BuildSettings, checkpoint: CheckpointConfig) -> Bui
     check_config(settings, checkpoint)
     plan_layout(settings, checkpoint, set())
     return limits
-
-
-def sum_packed(plan: TorchPlan, model: ModelConfig) -> int:
-    """Return the bytes of the matrices that are also stored packed."""
-    from .packing import list_packed
-
-    files = plan.files.values() if plan.packs else ()
-    return sum(file[name].num_bytes for file in files for name in list_packed(file, model))
 
 
 def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Path) -> TorchPlan:
@@ -158,8 +147,9 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     log_matrices(settings, checkpoint, block_types, compiles=compile_kernels)
     return TorchPlan(
         sources=sources, files=files, prepack=settings.optimize != "none",
-        compile_kernels=compile_kernels, needs_kernels=settings.optimize == "native",
-        packs=compile_kernels and settings.packed_weights is not False,
+        compile_kernels=compile_kernels,
+        needs_kernels=settings.optimize == "native" or settings.packed_weights is True,
+        packs=compile_kernels and will_pack(settings),
         quantization=settings.quantization, drafter_weights=weight_type,
         draft_tokens=draft_tokens, block_types=block_types,
     )  # fmt: skip
@@ -209,26 +199,31 @@ def write_engine(
     native kernels.
     """
     kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
+    native = packing = None
+    if plan.packs and kernels is not None:
+        from specdec.engine.native import load_kernels
+        from specdec.engine.packed import identify_packing
+        from specdec.files.torch_tensors import TORCH_DTYPES
+
+        native = load_kernels(kernels, TORCH_DTYPES[checkpoint.model.dtype])
+        packing = identify_packing(native)
     hashes = {}
     for name, tensors in plan.files.items():
-        metadata = make_metadata(name, build_id, tensors)
-        reader = EngineReader(plan, checkpoint, name)
-        hashes[name] = write_tensor_file(folder / name, tensors, reader.read, metadata)
+        read = EngineReader(plan, checkpoint, name).read
+        if native is None:
+            metadata = make_metadata(name, build_id, tensors)
+            hashes[name] = write_tensor_file(folder / name, tensors, read, metadata)
+        else:
+            from .packing import PackedWriter
+
+            writer = PackedWriter(tensors, read, checkpoint.model, native)
+            hashes |= writer.write(folder, name, build_id)
     config = EngineConfig(
         version=__version__, checkpoint=checkpoint, build=limits, build_id=build_id,
-        prepack=plan.prepack, kernels=kernels, quantization=plan.quantization,
+        prepack=plan.prepack, kernels=kernels, packing=packing, quantization=plan.quantization,
         drafter_weights=plan.drafter_weights, draft_vocab_size=plan.draft_vocab_size,
     )  # fmt: skip
     write_json(folder / "config.json", encode_engine_config(config))
-    if plan.packs and kernels is not None:
-        from specdec.engine.native import load_kernels
-        from specdec.files.torch_tensors import TORCH_DTYPES
-
-        from .packing import write_packed
-
-        native = load_kernels(kernels, TORCH_DTYPES[checkpoint.model.dtype])
-        for name in plan.files:
-            hashes[f"{PACKED_FOLDER}/{name}"] = write_packed(folder, config, name, native)
     return hashes, kernels is not None
 
 
@@ -270,49 +265,64 @@ class EngineReader:
         self._specs = list_tensors(self._model, checkpoint.drafter)
         ranks = range(self._model.tp_size)
         self._rank = next((r for r in ranks if name_weight_file(self._model, r) == file), 0)
-        self._own = plan.sources[self._rank]
+        self._source = plan.sources[self._rank]
         self._int8_scales: dict[str, Tensor] = {}
         self._int4_scales: dict[str, Tensor] = {}
 
-    def read(self, name: str) -> Array | Iterable[Array]:  # noqa: PLR0911 - a return for each kind of matrix
+    def read(self, name: str) -> Array | Iterable[Array]:
         """Return a tensor of the engine's file; matrices in int8 one after another."""
-        plan, tensors = self._plan, self._tensors
-        for source in plan.sources:  # what was read before is written by now
+        for source in self._plan.sources:  # what was read before is written by now
             source.release()
         module, _, kind = name.rpartition(".")
-        if kind == OFFSETS and plan.draft_tokens is not None:
-            offsets: Array = plan.draft_tokens - np.arange(len(plan.draft_tokens))
+        tokens = self._plan.draft_tokens
+        if kind == OFFSETS and tokens is not None:
+            offsets: Array = tokens - np.arange(len(tokens))
             return offsets
-        parts = [int4.Int4Matrix(self._own, part) for part in name_parts(module, self._model)]
-        if int4.is_int4(parts[0].module, self._own.tensors) and name in tensors:
-            if kind == "weight":
-                return self._stack(name).view(np.int8)
-            if kind != "bias":
-                return read_four_bits(parts, self._model)[kind]
+        first_module = name_parts(module, self._model)[0]
+        is_four_bits = int4.is_int4(first_module, self._source.tensors) and name in self._tensors
+        if is_four_bits and kind != "bias":
+            return self._read_four_bits(name)
+        if kind in (INT8_SCALES, *SCALES):
+            return self._read_scales(module, kind)
+        return self._read_numbers(name)
+
+    def _read_four_bits(self, name: str) -> Array:
+        """Return the codes of a matrix that the checkpoint has in four bits, or what is beside."""
+        module, _, kind = name.rpartition(".")
+        if kind == "weight":
+            return self._stack(name).view(np.int8)
+        modules = name_parts(module, self._model)
+        matrices = [int4.Int4Matrix(self._source, part_module) for part_module in modules]
+        return read_four_bits(matrices, self._model)[kind]
+
+    def _read_scales(self, module: str, kind: str) -> Array:
+        """Return scales of int8, int4 or FP8: chosen now, or as the checkpoint has them."""
         matrix = f"{module}.weight"
-        if kind == INT8_SCALES or (kind == WEIGHT_SCALE and tensors[matrix].dtype != FLOAT8):
+        if kind == INT8_SCALES or (kind == WEIGHT_SCALE and self._tensors[matrix].dtype != FLOAT8):
             return self._make_scales(matrix, kind)
-        if kind in SCALES:
-            scales = np.concatenate(
-                [self._own.read(f"{p.module}.{kind}").reshape(1) for p in parts]
-            )
-            return scales if kind == WEIGHT_SCALE else scales.max(keepdims=True)  # of its input
+        modules = name_parts(module, self._model)
+        scales = np.concatenate([self._source.read(f"{m}.{kind}").reshape(1) for m in modules])
+        return scales if kind == WEIGHT_SCALE else scales.max(keepdims=True)  # of its input
+
+    def _read_numbers(self, name: str) -> Array | Iterable[Array]:
+        """Return a tensor of numbers, rounded by the scales that were chosen for it."""
         if name in self._int8_scales or name in self._int4_scales:
             return self._round(name)
-        if tensors[name].dtype == FLOAT8:
-            return self._stack(name).view(np.uint8)  # older writers store it as int8
-        return self._stack(name)
+        array = self._stack(name)
+        if self._tensors[name].dtype == FLOAT8:
+            return array.view(np.uint8)  # older writers store it as int8
+        return array
 
     def _read_source(self, name: str, source: TensorFile) -> Array:
         if self._file == DRAFTER_NAME:  # every rank has a part of it
-            parts = [other.read(name) for other in self._plan.sources]
-            return join(parts, self._specs[name], self._model)
+            rank_arrays = [rank_source.read(name) for rank_source in self._plan.sources]
+            return join(rank_arrays, self._specs[name], self._model)
         return source.read(name)
 
     def _stack(self, name: str, source: TensorFile | None = None) -> Array:
         module, _, kind = name.rpartition(".")
-        names = [f"{part}.{kind}" for part in name_parts(module, self._model)]
-        arrays = [self._read_source(part, source or self._own) for part in names]
+        names = [f"{part_module}.{kind}" for part_module in name_parts(module, self._model)]
+        arrays = [self._read_source(part_name, source or self._source) for part_name in names]
         array = stack_parts(arrays, self._model, names[0])
         is_drafters = name.endswith((f".{HEAD}", f".{HEAD_BIAS}"))
         tokens = self._plan.draft_tokens
@@ -345,19 +355,21 @@ class EngineReader:
 
         from specdec.engine import int8
 
-        sources, experts = [self._own], self._model.experts
+        sources, experts = [self._source], self._model.experts
         shard = self._specs[name].shard if name in self._specs else None
         if shard is Shard.COLUMNS:
             sources = self._plan.sources
         elif shard is Shard.EXPERT_COLUMNS and experts is not None:
-            same = experts.list_rank_experts(self._rank)
-            ranked = enumerate(self._plan.sources)
-            sources = [source for rank, source in ranked if experts.list_rank_experts(rank) == same]
-        largest = [
+            own_experts = experts.list_rank_experts(self._rank)
+            sources = [
+                source for rank, source in enumerate(self._plan.sources)
+                if experts.list_rank_experts(rank) == own_experts
+            ]  # fmt: skip
+        largest_values = [
             torch.stack([int8.find_largest(w) for w in self._view_matrices(self._stack(name, s))])
             for s in sources
         ]
-        scales = int8.make_scales(torch.stack(largest).amax(0).flatten(), name)
+        scales = int8.make_scales(torch.stack(largest_values).amax(0).flatten(), name)
         return scales.view(self._tensors[name].shape[:-1])
 
     def _round(self, name: str) -> Array | Iterable[Array]:

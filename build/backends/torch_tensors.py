@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +38,6 @@ from specdec.model.tensors import (
 
 from ..settings import BuildSettings
 
-if TYPE_CHECKING:
-    pass
-
 DEFAULT_GROUP_SIZE = 128
 
 
@@ -72,12 +69,12 @@ def plan_tensors(
     tensors = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
-        parts = name_parts(module, model)
-        if f"{parts[0]}.{kind}" not in float8:
+        modules = name_parts(module, model)
+        if f"{modules[0]}.{kind}" not in float8:
             tensors[name] = TensorInfo(get_stored_dtype(name, model.dtype), shape)
             continue
         tensors[name] = TensorInfo(FLOAT8, shape)
-        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (len(parts),))
+        tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (len(modules),))
         tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
     return tensors
 
@@ -86,19 +83,19 @@ def plan_layers_int4(
     tensors: Mapping[str, TensorInfo], model: ModelConfig, group_size: int
 ) -> dict[str, TensorInfo]:
     """Return the tensors of a file in which the matrices of the layers are rounded to int4."""
-    planned = dict(tensors)
+    planned_infos = dict(tensors)
     for name in (name for name in list_integers(model) if name in tensors):
         num_rows, num_inputs = tensors[name].shape
         if num_inputs % group_size or num_rows % 2:
-            fitting = [str(size) for size in int4.ENGINE_GROUPS if num_inputs % size == 0]
+            fitting_sizes = [str(size) for size in int4.ENGINE_GROUPS if num_inputs % size == 0]
             raise SpecDecError(
                 f"--quantization int4: {name} is [{num_rows}, {num_inputs}]; its rows go in pairs,"
                 f" its columns in groups of {group_size}",
-                f"use --group-size {fitting[-1]}" if fitting and num_rows % 2 == 0
+                f"use --group-size {fitting_sizes[-1]}" if fitting_sizes and num_rows % 2 == 0
                 else "use --quantization int8",
             )  # fmt: skip
-        planned |= plan_int4(tensors, name, group_size)
-    return planned
+        planned_infos |= plan_int4(tensors, name, group_size)
+    return planned_infos
 
 
 def name_parts(module: str, model: ModelConfig) -> list[str]:
@@ -113,32 +110,36 @@ def plan_four_bits(
     source: TensorFile, quantized: set[str], model: ModelConfig
 ) -> dict[str, TensorInfo]:
     """Return the tensors of matrices in four bits; their scales become float32."""
-    planned = {}
+    planned_infos = {}
     for weight in list_integers(model):
         module = weight.removesuffix(".weight")
-        parts = [int4.Int4Matrix(source, part) for part in name_parts(module, model)]
-        if f"{parts[0].module}.weight" in quantized:
-            for kind, array in read_four_bits(parts, model).items():
-                planned[f"{module}.{kind}"] = TensorInfo(str(array.dtype), array.shape)
-            num_rows = sum(part.shape[0] for part in parts)
-            planned[weight] = TensorInfo("int8", (num_rows // 2, parts[0].shape[1]))
-    return planned
+        matrices = [
+            int4.Int4Matrix(source, part_module) for part_module in name_parts(module, model)
+        ]
+        if f"{matrices[0].module}.weight" in quantized:
+            for kind, array in read_four_bits(matrices, model).items():
+                planned_infos[f"{module}.{kind}"] = TensorInfo(str(array.dtype), array.shape)
+            num_rows = sum(matrix.shape[0] for matrix in matrices)
+            planned_infos[weight] = TensorInfo("int8", (num_rows // 2, matrices[0].shape[1]))
+    return planned_infos
 
 
 def plan_blocks(
     source: TensorFile, quantized: set[str], model: ModelConfig
 ) -> dict[str, TensorInfo]:
     """Return the engine's tensors for matrices in GGML's blocks."""
-    planned = {}
+    planned_infos = {}
     for weight in list_engine_tensors(model, None):
         module = weight.removesuffix(".weight")
-        parts = [f"{part}.weight" for part in name_parts(module, model)]
-        if parts[0] in quantized:
-            shapes = [source.tensors[part].shape for part in parts]
+        names = [f"{part_module}.weight" for part_module in name_parts(module, model)]
+        if names[0] in quantized:
+            shapes = [source.tensors[name].shape for name in names]
             rows = (sum(shape[0] for shape in shapes), *shapes[0][1:-1])
-            planned[weight] = TensorInfo("uint8", (*rows, max(shape[-1] for shape in shapes)))
-            planned[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo("uint8", (math.prod(rows),))
-    return planned
+            planned_infos[weight] = TensorInfo("uint8", (*rows, max(shape[-1] for shape in shapes)))
+            planned_infos[f"{module}.{blocks.BLOCK_TYPES}"] = TensorInfo(
+                "uint8", (math.prod(rows),)
+            )
+    return planned_infos
 
 
 def count_block_types(
@@ -172,41 +173,41 @@ def plan_stored(
     return count_block_types(sources[0], quantized, model) if is_blocks else None
 
 
-def read_four_bits(parts: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
+def read_four_bits(matrices: Sequence[int4.Int4Matrix], model: ModelConfig) -> dict[str, Array]:
     """Read the arrays of stacked matrices by kind; they must read their inputs alike."""
-    first = parts[0]
+    first_matrix = matrices[0]
 
-    def list_inputs(part: int4.Int4Matrix) -> list[Any]:
-        return [part.num_groups, part.read_input_scale(), part.read_permutation()]
+    def list_inputs(matrix: int4.Int4Matrix) -> list[Any]:
+        return [matrix.num_groups, matrix.read_input_scale(), matrix.read_permutation()]
 
-    for part in parts[1:]:
-        if not all(map(np.array_equal, list_inputs(part), list_inputs(first))):
+    for matrix in matrices[1:]:
+        if not all(map(np.array_equal, list_inputs(matrix), list_inputs(first_matrix))):
             raise SpecDecError(
-                f"{first.module} and {part.module} have other groups, input scales or orders of"
-                " inputs; the torch backend stacks the two",
+                f"{first_matrix.module} and {matrix.module} have other groups, input scales or"
+                " orders of inputs; the torch backend stacks the two",
                 "quantize them together, or convert the model with --dequantize",
             )
-    scales = [part.read_scales(0, part.shape[0]) for part in parts]
-    found = {
-        WEIGHT_SCALE: stack_parts(scales, model, first.module),
-        int4.INPUT_SCALE: first.read_input_scale(),
-        int4.PERMUTATION: first.read_permutation(),
+    scales = [matrix.read_scales(0, matrix.shape[0]) for matrix in matrices]
+    arrays = {
+        WEIGHT_SCALE: stack_parts(scales, model, first_matrix.module),
+        int4.INPUT_SCALE: first_matrix.read_input_scale(),
+        int4.PERMUTATION: first_matrix.read_permutation(),
     }
-    if any(part.has_zeros for part in parts):
+    if any(matrix.has_zeros for matrix in matrices):
         zeros = []
-        for part, own in zip(parts, scales, strict=True):
-            usual = np.full(own.shape, int4.SYMMETRIC_ZERO, np.uint8)
-            stored = part.read_zeros(0, part.shape[0])
-            zeros.append(usual if stored is None else stored)
-        found[int4.ZERO_POINT] = stack_parts(zeros, model, first.module)
-    return {kind: array for kind, array in found.items() if array is not None}
+        for matrix, matrix_scales in zip(matrices, scales, strict=True):
+            symmetric_zeros = np.full(matrix_scales.shape, int4.SYMMETRIC_ZERO, np.uint8)
+            stored_zeros = matrix.read_zeros(0, matrix.shape[0])
+            zeros.append(symmetric_zeros if stored_zeros is None else stored_zeros)
+        arrays[int4.ZERO_POINT] = stack_parts(zeros, model, first_matrix.module)
+    return {kind: array for kind, array in arrays.items() if array is not None}
 
 
-def stack_parts(parts: Sequence[Array], model: ModelConfig, module: str) -> Array:
-    """Rows of fc and gate as an engine has them: the half that is activated first."""
-    if parts[0].dtype == np.uint8 and parts[0].ndim == 2:
-        parts = blocks.widen_rows(parts)
+def stack_parts(arrays: Sequence[Array], model: ModelConfig, module: str) -> Array:
+    """Stack rows of fc and gate as an engine has them: the half that is activated first."""
+    if arrays[0].dtype == np.uint8 and arrays[0].ndim == 2:
+        arrays = blocks.widen_rows(arrays)
     if ".mlp.fc" in module and model.arithmetic.mlp == "fused":
-        up, gate = np.split(parts[0], 2)  # the activated half comes second
+        up, gate = np.split(arrays[0], 2)  # the activated half comes second
         return np.concatenate([gate, up])
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from specdec.decode.cost_keeping import find_costs
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters import (
@@ -33,15 +31,13 @@ from specdec.decode.requests import ActiveRequest, Request, find_problems
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
+from specdec.engine.engine_kernels import prefer_cpu
 from specdec.engine.graphs import CudaRecorder, Graphs, StepGraphs
-from specdec.engine.layout import (
-    EngineConfig,
-    count_positions,
-    find_engine_problems,
-    read_engine_config,
-)
+from specdec.engine.layout import EngineConfig, count_positions, read_engine_config
 from specdec.engine.loading import load_embedding, load_weights
+from specdec.engine.native_matrices import Weight
 from specdec.engine.verification import Verification
+from specdec.engine.weight_files import find_engine_problems
 from specdec.errors import Problems, UsageError
 from specdec.files.backends import BACKENDS, TENSORRT, read_backend
 from specdec.files.engine_cache import EngineUse
@@ -78,7 +74,7 @@ class TorchEngine:
         self.folder = folder
         self._read_config()
         tp_size = self.config.checkpoint.model.tp_size
-        self.device = choose_device(device, tp_size, devices)
+        self.device = choose_device(prefer_cpu(device, self.folder, self.config), tp_size, devices)
         self._use, self._verification = EngineUse(folder), Verification(folder)
         self._draft: EngineHandle | None = None
         self.graphs: Graphs | None = None
@@ -105,7 +101,7 @@ class TorchEngine:
 
     def _load(
         self, folder: Path, recorder: CudaRecorder | None, methods: Methods
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Weight]:
         """Load the target; return the weights that these methods draft with."""
         checkpoint = self.config.checkpoint
         model = checkpoint.model
@@ -130,7 +126,9 @@ class TorchEngine:
             self.decoder.graphs = StepGraphs(self.graphs)
         if methods and self._ranks is not None and model.use_parallel_embedding:
             # Drafters run on this rank only.
-            weights[EMBEDDING] = load_embedding(folder, self.config, self.device)
+            weights[EMBEDDING] = load_embedding(
+                folder, self.config, self.device, options["kernels"]
+            )
         return weights
 
     def _find_costs(

@@ -54,7 +54,7 @@ class BlockMatrix:
 
     def measure(self, kernels: NativeKernels) -> int:
         """Return the bytes of the packed matrix."""
-        return kernels.measure_blocks(self.list_parts(), self.depth)
+        return kernels.plan_blocks(self.list_parts(), self.depth)[1][-1]
 
     def pack(self, kernels: NativeKernels) -> Tensor:
         """Lay the matrix out for the kernels."""

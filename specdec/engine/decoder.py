@@ -20,13 +20,21 @@ from specdec.engine.experts import ExpertLayer
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
-from specdec.engine.integers import IntegerMatrix, lay_out, list_matrices, take_matrix
+from specdec.engine.integers import (
+    IntegerMatrix,
+    find_tensor,
+    lay_out,
+    list_experts,
+    take_matrix,
+    take_tensor,
+)
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import Attention, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
+from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.engine.rotary import RotaryTable, make_tables
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
@@ -35,10 +43,12 @@ from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import SCALES
-from specdec.model.tensors import LINEAR_MODULE, ROUTER
+from specdec.model.tensors import HEAD_BIAS, LINEAR_MODULE, ROUTER
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
+
+Table = Tensor | BlockMatrix | KernelMatrix  # whose rows are looked up
 
 # Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
 # pass takes the way of verify steps, to the last bit.
@@ -65,7 +75,7 @@ class Decoder:
     def __init__(
         self,
         model: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         *,
         num_positions: int,
         device: torch.device,
@@ -90,12 +100,13 @@ class Decoder:
 
         embedding = take_matrix(weights, "transformer.vocab_embedding")
         assert not isinstance(embedding, IntegerMatrix)
-        self.embedding: Tensor | BlockMatrix = embedding
+        self.embedding: Table = embedding
         self.position_embedding: Tensor | None = None
         self.rotary: RotaryTable | None = None
         local_rotary: RotaryTable | None = None
         if model.arithmetic.positions == "learned":
-            self.position_embedding = weights["transformer.position_embedding.weight"]
+            name = "transformer.position_embedding.weight"
+            self.position_embedding = take_tensor(weights, name)
         else:
             self.rotary, local_rotary = make_tables(model, num_positions, self.dtype, device)
         self.embedding_scale = compute_embedding_scale(model)
@@ -110,11 +121,11 @@ class Decoder:
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
         self.lm_head = self._make_head(weights, maker) if head is None else head
 
-    def _make_head(self, weights: Mapping[str, Tensor], maker: _ModuleMaker) -> Linear:
+    def _make_head(self, weights: Mapping[str, Weight], maker: _ModuleMaker) -> Linear:
         """Make the linear of logits, whose matrix may be the embedding."""
         if not self.model.share_embedding_table:
             return maker.make_linear("lm_head")
-        bias = weights["lm_head.bias"] if self.model.arithmetic.head_bias else None
+        bias = take_tensor(weights, HEAD_BIAS) if self.model.arithmetic.head_bias else None
         rows = cut_head(self.embedding, self.model, self.rank)
         return lay_out(rows, bias, prepack=self.is_prepacked, kernels=self.kernels)
 
@@ -249,13 +260,15 @@ class Decoder:
         """Return the norm of [..., D], outside of the layers."""
         return norm(x) if self.kernels is None else self.kernels.norm(x.contiguous(), norm)
 
-    def read_rows(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
+    def read_rows(self, table: Table, indices: Tensor) -> Tensor:
         """Read rows [..., D] of a table."""
+        if isinstance(table, KernelMatrix):
+            return table.look_up(indices)
         if isinstance(table, BlockMatrix):
             return table.look_up(indices, self.kernels).to(self.dtype)
         return torch.embedding(table, indices)
 
-    def _look_up(self, table: Tensor | BlockMatrix, indices: Tensor) -> Tensor:
+    def _look_up(self, table: Table, indices: Tensor) -> Tensor:
         """Read rows [..., D] of a table; zeros for values of a split one that other ranks hold.
 
         The sum over the ranks is then the row itself, to the last bit.
@@ -316,13 +329,12 @@ def find_fused(device: torch.device) -> type[TorchLayers] | None:
     return FusedLayers
 
 
-def cut_head(
-    embedding: Tensor | BlockMatrix, model: ModelConfig, rank: int
-) -> Tensor | BlockMatrix:
+def cut_head(embedding: Table, model: ModelConfig, rank: int) -> Table:
     """Return a rank's rows of a head that is the embedding; zeros beyond the vocabulary."""
     if model.tp_size == 1 or model.use_parallel_embedding:
         return embedding
     height = -(-model.vocab_size // model.tp_size)
+    assert not isinstance(embedding, KernelMatrix), "it is packed where the head is all of it"
     if isinstance(embedding, BlockMatrix):
         return embedding.take_rows(rank * height, height)
     rows = embedding[rank * height : (rank + 1) * height]
@@ -337,7 +349,7 @@ class _ModuleMaker:
     """
 
     model: ModelConfig
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
     rank: int
     tables: tuple[RotaryTable | None, RotaryTable | None]
     prepack: bool
@@ -347,18 +359,18 @@ class _ModuleMaker:
         """Make a linear; is_summed: its products are summed over the ranks, the first adds bias."""
         weights, prepack, kernels = self.weights, self.prepack, self.kernels
         weight = weights[name + ".weight"]
-        bias = None if is_summed and self.rank else weights.get(name + ".bias")
-        if weight.dtype is torch.float8_e4m3fn:
-            weight_scales, input_scale = (weights[f"{name}.{kind}"] for kind in SCALES)
+        bias = None if is_summed and self.rank else find_tensor(weights, name + ".bias")
+        if isinstance(weight, Tensor) and weight.dtype is torch.float8_e4m3fn:
+            weight_scales, input_scale = (take_tensor(weights, f"{name}.{kind}") for kind in SCALES)
             return Float8Linear(weight, weight_scales, input_scale, bias)
         return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
 
     def make_norm(self, name: str) -> Norm:
         has_bias = self.model.arithmetic.norm == "layer"
-        bias = self.weights[name + ".bias"] if has_bias else None
+        bias = take_tensor(self.weights, name + ".bias") if has_bias else None
         arithmetic = self.model.arithmetic
         return Norm(
-            self.weights[name + ".weight"], bias, self.model.norm_epsilon,
+            take_tensor(self.weights, name + ".weight"), bias, self.model.norm_epsilon,
             arithmetic.norm_offset,
         )  # fmt: skip
 
@@ -410,7 +422,7 @@ class _ModuleMaker:
         rank_sizes = sizes.split(model.tp_size)
         assert model.layer_types is not None
         taps = (
-            weights[prefix + "conv.weight"]
+            take_tensor(weights, prefix + "conv.weight")
             .float()
             .view(rank_sizes.num_channels, rank_sizes.num_taps)
         )
@@ -419,9 +431,9 @@ class _ModuleMaker:
             index=model.layer_types[:index].count(model.layer_types[index]),
             ba=self.make_linear(prefix + "ba"),
             taps=taps.T.contiguous(),
-            decay=-weights[prefix + "A_log"].exp(),
-            bias=weights[prefix + "dt_bias"],
-            norm=Norm(weights[prefix + "norm.weight"], None, model.norm_epsilon),
+            decay=-take_tensor(weights, prefix + "A_log").exp(),
+            bias=take_tensor(weights, prefix + "dt_bias"),
+            norm=Norm(take_tensor(weights, prefix + "norm.weight"), None, model.norm_epsilon),
             kernels=self.kernels,
         )
 
@@ -430,7 +442,7 @@ class _ModuleMaker:
         is_sliding = model.is_sliding(index)
         is_rotated = index not in model.arithmetic.layers_without_positions
         for letter in "qk" if model.arithmetic.qk_norm and has_norms else "":
-            weight = self.weights[f"{prefix}{letter}_layernorm.weight"]
+            weight = take_tensor(self.weights, f"{prefix}{letter}_layernorm.weight")
             offset = model.arithmetic.norm_offset
             norms.append(Norm(weight, None, model.norm_epsilon, offset))
         q_norm, k_norm = norms or (None, None)
@@ -447,11 +459,13 @@ class _ModuleMaker:
         shared_expert = None
         if sizes.shared_inner:
             name = prefix + sizes.shared_name
-            gate = weights[f"{name}_gate.weight"].clone()  # not in a file that may be let go
+            # Not in a file that may be let go.
+            gate = take_tensor(weights, f"{name}_gate.weight").clone()
             up_linear, down_linear = (self.make_linear(f"{name}.{kind}") for kind in ("fc", "proj"))
             shared_expert = up_linear, down_linear, gate
         return ExpertLayer(
-            sizes, self.rank, name_activation(self.model), weights[prefix + ROUTER],
+            sizes, self.rank, name_activation(self.model),
+            take_tensor(weights, prefix + ROUTER),
             up, down, shared_expert, self.kernels,
         )  # fmt: skip
 
@@ -459,5 +473,5 @@ class _ModuleMaker:
         """Make the linears of all experts, whose matrices lie in one tensor."""
         return [
             lay_out(matrix, prepack=self.prepack, kernels=self.kernels)
-            for matrix in list_matrices(self.weights, name)
+            for matrix in list_experts(self.weights, name)
         ]

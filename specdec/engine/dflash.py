@@ -26,10 +26,18 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import DraftNet, rank_logits, take_drafter_tensors
-from specdec.engine.integers import join_rows, lay_out, make_linear, take_matrix
+from specdec.engine.integers import (
+    get_height,
+    join_rows,
+    lay_out,
+    make_linear,
+    take_matrix,
+    take_tensor,
+)
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
+from specdec.engine.native_matrices import Weight
 from specdec.engine.rotary import rotate
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
@@ -48,31 +56,32 @@ class DFlashNet(DraftNet):
     def __init__(
         self,
         params: DFlashParams,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         model: ModelConfig,
         **options: Any,
     ) -> None:
         drafter_tensors = take_drafter_tensors(weights, DFLASH_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         self.params = params = dataclasses.replace(
-            params, draft_vocab_size=len(drafter_tensors[HEAD])
+            params, draft_vocab_size=get_height(drafter_tensors[HEAD])
         )
         net = params.make_net_model(model)
         super().__init__(drafter_tensors, weights, net, model, **options)
         self.hidden_norm = Norm(
-            drafter_tensors["drafter.hidden_norm.weight"], None, net.norm_epsilon
+            take_tensor(drafter_tensors, "drafter.hidden_norm.weight"), None, net.norm_epsilon
         )
         # The rows of every layer's projections that make keys and values, as one matrix.
         num_query_rows = net.num_attention_heads * net.head_size
         names = [f"drafter.layers.{n}.attention.qkv" for n in range(net.num_hidden_layers)]
         bias = None
         if net.has_qkv_bias:
-            bias = torch.cat([drafter_tensors[f"{name}.bias"][num_query_rows:] for name in names])
+            biases = [take_tensor(drafter_tensors, f"{name}.bias") for name in names]
+            bias = torch.cat([layer_bias[num_query_rows:] for layer_bias in biases])
         rows = join_rows([take_matrix(drafter_tensors, name) for name in names], num_query_rows)
         self.context = lay_out(rows, bias, **self.layout)
         self.markov: Linear | None = None
         if params.markov_rank:
-            self.rows_before = drafter_tensors[MARKOV_EMBEDDING]
+            self.rows_before = take_tensor(drafter_tensors, MARKOV_EMBEDDING)
             name = MARKOV_HEAD.removesuffix(".weight")
             self.markov = make_linear(drafter_tensors, name, **self.layout)
 

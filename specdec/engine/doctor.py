@@ -9,7 +9,8 @@ from typing import Any
 from specdec.checkpoint.config import CheckpointConfig
 from specdec.engine.compiler import describe_arithmetic, describe_cpu, find_compiler
 from specdec.engine.kernel_cache import find_kept
-from specdec.engine.layout import find_engine_problems, read_engine_config
+from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.weight_files import find_engine_problems
 from specdec.errors import Problems, SpecDecError
 from specdec.system.machine import order_release
 from specdec.system.requirements import (
@@ -78,21 +79,47 @@ def check_engine(
         )
     config = read_engine_config(folder)
     problems += find_engine_problems(folder, config)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     ranks, cores = checkpoint.model.tp_size, machine["cpu"]["cores"] or 1
     gpus = read_gpus(machine)
     notes: list[str] = []
-    if gpus and machine["cuda"]["runtime"] is not None:
+    if gpus and machine["cuda"]["runtime"] is not None and config.packing is None:
         problems += find_memory_problems(-(-size // ranks), gpus[0].memory_bytes, gpus[0].name)
         if len(gpus) < ranks:
             notes.append(f"its {ranks} ranks will not have a GPU each: {len(gpus)} visible")
     else:
-        notes += _describe_engine_kernels(config.kernels, machine)
+        if config.packing is None:
+            notes += _describe_engine_kernels(config.kernels, machine)
+        elif not problems:
+            packing_problems, packing_notes = _check_packing(folder, config, machine)
+            problems += packing_problems
+            notes += packing_notes
         memory_bytes = machine["cpu"]["available_bytes"] or 0
         problems += find_memory_problems(size, memory_bytes, "this machine")
         if cores < ranks > 1:
             notes.append(f"its {ranks} ranks share {cores} cores")
     return problems, notes
+
+
+def _check_packing(
+    folder: Path, config: EngineConfig, machine: Machine
+) -> tuple[Problems, list[str]]:
+    """Check whether this machine's kernels read an engine's packed matrices."""
+    kernels = config.kernels or {}
+    is_kept = kernels.get("cpu") == describe_cpu() and find_kept(kernels)
+    if machine["compiler"] and not is_kept:  # compiling takes a minute, and is left to a run
+        return Problems(), [
+            f"its matrices are packed for {kernels.get('cpu')}, and its native kernels are not kept"
+            f" here ({describe_cpu()}): the first run compiles them, and tells whether they read it"
+        ]
+    from specdec.engine.engine_kernels import check_machine
+
+    problems = Problems()
+    try:
+        check_machine(folder)
+    except SpecDecError as error:
+        problems.add(error.message, error.hint)
+    return problems, []
 
 
 def _describe_engine_kernels(kernels: dict[str, Any] | None, machine: Machine) -> list[str]:

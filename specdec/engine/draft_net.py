@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from specdec.engine.decoder import Decoder
-from specdec.engine.integers import make_linear
+from specdec.engine.integers import find_tensor, make_linear, take_tensor
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
+from specdec.engine.native_matrices import Weight, are_equal
 from specdec.engine.ranking import find_top
 from specdec.errors import SpecDecError
 from specdec.model.config import ModelConfig
 from specdec.model.tensors import EMBEDDING, HEAD, HEAD_BIAS, OFFSETS
 
 
-def take_drafter_tensors(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def take_drafter_tensors(weights: Mapping[str, Weight], prefix: str) -> dict[str, Weight]:
     """Return a drafter's tensors among an engine's, without their prefix."""
     return {
         name.removeprefix(prefix): weight
@@ -38,8 +39,8 @@ class DraftNet:
 
     def __init__(
         self,
-        drafter_tensors: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
+        drafter_tensors: Mapping[str, Weight],
+        weights: Mapping[str, Weight],
         net: ModelConfig,
         model: ModelConfig,
         *,
@@ -97,8 +98,8 @@ def make_whole(model: ModelConfig) -> ModelConfig:
 
 
 def name_decoder_tensors(
-    drafter_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], net: ModelConfig
-) -> dict[str, Tensor]:
+    drafter_tensors: Mapping[str, Weight], weights: Mapping[str, Weight], net: ModelConfig
+) -> dict[str, Weight]:
     """Name a drafter's tensors as a decoder's; an embedding like the target's is the target's."""
     decoder = {
         f"transformer.{name.removeprefix('drafter.')}": weight
@@ -108,34 +109,35 @@ def name_decoder_tensors(
     decoder |= {
         name: drafter_tensors[name] for name in drafter_tensors if name.startswith("lm_head.")
     }
-    if EMBEDDING in weights and torch.equal(decoder[EMBEDDING], weights[EMBEDDING]):
+    if EMBEDDING in weights and are_equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
     # By kind of feed-forward layer, the tensors that a decoder has stacked as `gate_up`.
     stacked_parts = {"gated": (".fc.", ".gate."), "fused": (".fc.",)}.get(net.arithmetic.mlp, ())
     for name in [name for name in decoder if stacked_parts and ".mlp.fc." in name]:
-        stacked = [decoder.pop(name.replace(".fc.", part)) for part in stacked_parts]
+        stacked_names = [name.replace(".fc.", part) for part in stacked_parts]
+        stacked = [take_tensor(decoder, stacked_name) for stacked_name in stacked_names]
+        for stacked_name in stacked_names:
+            del decoder[stacked_name]
         decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
     return decoder
 
 
-def _is_head(drafter_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+def _is_head(drafter_tensors: Mapping[str, Weight], weights: Mapping[str, Weight]) -> bool:
     """Tell whether a drafter's head is the target's, which may be the target's embedding."""
-    if drafter_tensors[HEAD].dtype is torch.int8:  # rounded for drafts
-        return False
-    bias, targets = drafter_tensors.get(HEAD_BIAS), weights.get(HEAD_BIAS)
+    bias, targets = find_tensor(drafter_tensors, HEAD_BIAS), find_tensor(weights, HEAD_BIAS)
     if bias is None or targets is None:
         same_bias = bias is targets
     else:
         same_bias = torch.equal(bias, targets)
-    return same_bias and torch.equal(drafter_tensors[HEAD], weights.get(HEAD, weights[EMBEDDING]))
+    return same_bias and are_equal(drafter_tensors[HEAD], weights.get(HEAD, weights[EMBEDDING]))
 
 
-def take_offsets(drafter_tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+def take_offsets(drafter_tensors: Mapping[str, Weight], vocab_size: int) -> Tensor | None:
     """Return offsets [V] from drafted tokens to the target's; None for an unreduced vocabulary.
 
     Raises SpecDecError where that maps a token beyond the target's vocabulary.
     """
-    offsets = drafter_tensors.get(OFFSETS)
+    offsets = find_tensor(drafter_tensors, OFFSETS)
     if offsets is None:
         return None
     numbers = torch.arange(len(offsets), device=offsets.device)

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import DraftNet, take_drafter_tensors
+from specdec.engine.integers import get_height, take_tensor
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
+from specdec.engine.native_matrices import Weight
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.methods.eagle import MASK_HIDDEN, EagleParams
@@ -35,13 +37,13 @@ from specdec.model.tensors import EAGLE_NET, HEAD
 
 
 def take_net(
-    params: EagleParams, weights: Mapping[str, Tensor]
-) -> tuple[EagleParams, dict[str, Tensor]]:
+    params: EagleParams, weights: Mapping[str, Weight]
+) -> tuple[EagleParams, dict[str, Weight]]:
     """Return the drafter as an engine has it, which may draft fewer tokens, and its tensors."""
     drafter_tensors = take_drafter_tensors(weights, EAGLE_NET)
-    params = params.shorten(len(drafter_tensors[HEAD]))
+    params = params.shorten(get_height(drafter_tensors[HEAD]))
     if params.eagle3 is None:  # which has neither norm: they are never applied
-        embedding = drafter_tensors["drafter.vocab_embedding.weight"]
+        embedding = take_tensor(drafter_tensors, "drafter.vocab_embedding.weight")
         blank = torch.ones(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
         drafter_tensors |= {
             "drafter.layers.0.input_layernorm.weight": blank,
@@ -57,7 +59,7 @@ class EagleNet(DraftNet):
     """
 
     def __init__(
-        self, params: EagleParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
+        self, params: EagleParams, weights: Mapping[str, Weight], model: ModelConfig, **options: Any
     ) -> None:
         params, drafter_tensors = take_net(params, weights)
         self.params, self.is_third = params, params.eagle3 is not None
@@ -72,15 +74,18 @@ class EagleNet(DraftNet):
         if params.eagle3 is not None:
             names = params.eagle3.list_read_norms()
             self.read_norms = [
-                Norm(drafter_tensors[f"drafter.{n}"], None, net.norm_epsilon) for n in names
+                Norm(take_tensor(drafter_tensors, f"drafter.{n}"), None, net.norm_epsilon)
+                for n in names
             ]
             self.is_output_normed = params.eagle3.norm_output
-            weight = drafter_tensors["drafter.layers.0.hidden_norm.weight"]
+            weight = take_tensor(drafter_tensors, "drafter.layers.0.hidden_norm.weight")
             self.hidden_norm = Norm(weight, None, net.norm_epsilon)
         self.mask_feature: Tensor | None = None  # [D]
         if params.mask_token_id is not None:
             with torch.inference_mode():
-                self.mask_feature = self.make_features(drafter_tensors[MASK_HIDDEN][0])[0]
+                self.mask_feature = self.make_features(
+                    take_tensor(drafter_tensors, MASK_HIDDEN)[0]
+                )[0]
 
     @property
     def hidden_size(self) -> int:

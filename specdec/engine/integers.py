@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.engine.blocks import BlockMatrix
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
+from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.model.blocks import BLOCK_TYPES
 from specdec.model.int4 import ENGINE_GROUPS, INPUT_SCALE, PERMUTATION, ZERO_POINT
 from specdec.model.quantization import INT8_SCALES, WEIGHT_SCALE
@@ -105,47 +106,99 @@ class IntegerMatrix:
 
 # What is not of the model's type.
 Quantized = IntegerMatrix | BlockMatrix
+Matrix = Tensor | Quantized | KernelMatrix
 
 
-def take_matrix(weights: Mapping[str, Tensor], name: str) -> Tensor | Quantized:
+def find_tensor(weights: Mapping[str, Weight], name: str) -> Tensor | None:
+    """Return a tensor that is not packed; None where there is none of that name."""
+    tensor = weights.get(name)
+    assert tensor is None or isinstance(tensor, Tensor), name
+    return tensor
+
+
+def take_tensor(weights: Mapping[str, Weight], name: str) -> Tensor:
+    """Return a tensor that is not packed."""
+    tensor = weights[name]
+    assert isinstance(tensor, Tensor), name
+    return tensor
+
+
+def take_tensors(weights: Mapping[str, Weight]) -> dict[str, Tensor]:
+    """Return all tensors, none of which is packed."""
+    return {name: take_tensor(weights, name) for name in weights}
+
+
+def get_height(weight: Weight) -> int:
+    """Return the number of a matrix's rows, packed or not."""
+    assert not isinstance(weight, tuple)
+    return weight.shape[0]
+
+
+def take_matrix(weights: Mapping[str, Weight], name: str) -> Matrix:
     """Return the matrix of a linear as an engine's weights have it."""
-    codes = weights[name + ".weight"]
-    if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
-        return BlockMatrix(codes, types)
+    weight = weights[name + ".weight"]
+    if isinstance(weight, KernelMatrix):
+        return weight
+    return view_matrix(take_tensor(weights, name + ".weight"), list_neighbors(weights, name))
+
+
+def list_neighbors(weights: Mapping[str, Weight], name: str) -> dict[str, Tensor]:
+    """List what stands beside a matrix of integers or blocks, by kind."""
+    kinds = (BLOCK_TYPES, INT8_SCALES, WEIGHT_SCALE, ZERO_POINT, INPUT_SCALE, PERMUTATION)
+    tensors = {kind: find_tensor(weights, f"{name}.{kind}") for kind in kinds}
+    return {kind: tensor for kind, tensor in tensors.items() if tensor is not None}
+
+
+def view_matrix(codes: Tensor, neighbors: Mapping[str, Tensor]) -> Tensor | Quantized:
+    """Return the matrix of a tensor and of what stands beside it, by kind."""
+    if BLOCK_TYPES in neighbors:
+        return BlockMatrix(codes, neighbors[BLOCK_TYPES])
     if codes.dtype is not torch.int8:
         return codes
-    if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
-        return IntegerMatrix(8, codes, scales[:, None])
-    kinds = (ZERO_POINT, INPUT_SCALE, PERMUTATION)
-    zeros, input_scales, order = (weights.get(f"{name}.{kind}") for kind in kinds)
-    return IntegerMatrix(4, codes, weights[f"{name}.{WEIGHT_SCALE}"], zeros, input_scales, order)
+    if INT8_SCALES in neighbors:
+        return IntegerMatrix(8, codes, neighbors[INT8_SCALES][:, None])
+    further_tensors = (neighbors.get(kind) for kind in (ZERO_POINT, INPUT_SCALE, PERMUTATION))
+    return IntegerMatrix(4, codes, neighbors[WEIGHT_SCALE], *further_tensors)
+
+
+def split_neighbors(neighbors: Mapping[str, Tensor], num_experts: int) -> list[dict[str, Tensor]]:
+    """Split what stands beside the tensor of all experts: types of all rows, scales of each."""
+    tensors = {
+        kind: tensor.chunk(num_experts) if kind == BLOCK_TYPES else tensor.unbind()
+        for kind, tensor in neighbors.items()
+    }
+    return [{kind: tensors[kind][expert] for kind in tensors} for expert in range(num_experts)]
 
 
 def list_matrices(weights: Mapping[str, Tensor], name: str) -> list[Tensor | Quantized]:
     """List the matrices of a linear: one, or one for each expert of a tensor [E, out, in]."""
-    weight = weights[f"{name}.weight"]
+    weight, neighbors = weights[f"{name}.weight"], list_neighbors(weights, name)
     if weight.dim() < 3:
-        return [take_matrix(weights, name)]
-    beside: dict[str, Sequence[Tensor]] = {}  # types or scales of each expert
-    if (types := weights.get(f"{name}.{BLOCK_TYPES}")) is not None:
-        beside[BLOCK_TYPES] = types.chunk(len(weight))
-    if (scales := weights.get(f"{name}.{INT8_SCALES}")) is not None:
-        beside[INT8_SCALES] = scales.unbind()
+        return [view_matrix(weight, neighbors)]
     return [
-        take_matrix(
-            {
-                f"{name}.weight": matrix,
-                **{f"{name}.{kind}": beside[kind][expert] for kind in beside},
-            },
-            name,
+        view_matrix(expert_weight, expert_neighbors)
+        for expert_weight, expert_neighbors in zip(
+            weight, split_neighbors(neighbors, len(weight)), strict=True
         )
-        for expert, matrix in enumerate(weight)
     ]
 
 
-def join_rows(matrices: Sequence[Tensor | Quantized], start: int) -> Tensor | IntegerMatrix:
+def list_experts(weights: Mapping[str, Weight], name: str) -> Sequence[Matrix]:
+    """List the matrices of all experts of a linear, packed or not."""
+    weight = weights[f"{name}.weight"]
+    if isinstance(weight, tuple):
+        return weight
+    tensors = list_neighbors(weights, name)
+    tensors["weight"] = take_tensor(weights, f"{name}.weight")
+    return list_matrices({f"{name}.{kind}": tensor for kind, tensor in tensors.items()}, name)
+
+
+def join_rows(matrices: Sequence[Matrix], start: int) -> Tensor | IntegerMatrix:
     """Stack the rows from `start` on of matrices of one kind."""
-    tensors = [matrix[start:] for matrix in matrices if isinstance(matrix, Tensor)]
+    tensors = [
+        matrix.unpack(start) if isinstance(matrix, KernelMatrix) else matrix[start:]
+        for matrix in matrices if isinstance(matrix, Tensor | KernelMatrix)
+    ]  # fmt: skip
     if tensors:
         return torch.cat(tensors)
     integer_matrices = [matrix for matrix in matrices if isinstance(matrix, IntegerMatrix)]
@@ -157,34 +210,50 @@ def join_rows(matrices: Sequence[Tensor | Quantized], start: int) -> Tensor | In
 
 
 def lay_out(
-    matrix: Tensor | Quantized, bias: Tensor | None = None, *, prepack: bool,
-    kernels: NativeKernels | None,
-) -> Linear:  # fmt: skip
+    matrix: Matrix, bias: Tensor | None = None, *, prepack: bool, kernels: NativeKernels | None
+) -> Linear:
     """Make a linear of a matrix of any kind."""
+    if isinstance(matrix, KernelMatrix):
+        assert kernels is not None
+        return PackedLinear(matrix, bias, kernels)
     if not isinstance(matrix, Tensor):
         return IntegerLinear(matrix, bias, kernels)
     return Linear(matrix, bias, prepack=prepack, kernels=kernels)
 
 
 def make_linear(
-    weights: Mapping[str, Tensor], name: str, *, prepack: bool, kernels: NativeKernels | None
+    weights: Mapping[str, Weight], name: str, *, prepack: bool, kernels: NativeKernels | None
 ) -> Linear:
     """Make the linear of this name of an engine's weights."""
-    matrix, bias = take_matrix(weights, name), weights.get(f"{name}.bias")
+    matrix, bias = take_matrix(weights, name), find_tensor(weights, f"{name}.bias")
     return lay_out(matrix, bias, prepack=prepack, kernels=kernels)
 
 
 def widen_integers(
-    weights: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
-) -> dict[str, Tensor]:
+    weights: Mapping[str, Weight], names: Iterable[str], dtype: torch.dtype
+) -> dict[str, Weight]:
     """Return weights in which integer matrices of these names are of another type."""
     widened = dict(weights)
     for name in names:
-        if name in weights and weights[name].dtype in (torch.int8, torch.uint8):
+        weight = weights.get(name)
+        if isinstance(weight, KernelMatrix) and weight.numbers.dtype is torch.uint8:
+            widened[name] = weight.unpack().to(dtype)
+        elif isinstance(weight, Tensor) and weight.dtype in (torch.int8, torch.uint8):
             matrix = take_matrix(weights, name.removesuffix(".weight"))
-            assert not isinstance(matrix, Tensor)
+            assert isinstance(matrix, Quantized)
             widened[name] = matrix.widen(0, matrix.num_outputs).to(dtype)
     return widened
+
+
+class PackedLinear(Linear):
+    """x W^T + b with a matrix that the engine holds packed."""
+
+    def __init__(self, matrix: KernelMatrix, bias: Tensor | None, kernels: NativeKernels) -> None:
+        self.bias = bias
+        self.num_outputs = matrix.shape[0]
+        self.kernels = kernels
+        self.weight = None
+        self.packed = matrix.numbers
 
 
 class IntegerLinear(Linear):

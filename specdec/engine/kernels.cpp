@@ -49,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 25; }
+int64_t specdec_abi_version() { return 26; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -93,6 +93,10 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   }                                                                                               \
   void specdec_pack_matrix_##suffix(const E *weight, int64_t N, int64_t depth, E *packed) {       \
     pack_matrix(weight, N, depth, packed);                                                        \
+  }                                                                                               \
+  int64_t specdec_unpack_rows_##suffix(const E *packed, int64_t N, int64_t depth,                 \
+                                       const int64_t *rows, int64_t count, E *out) {              \
+    return unpack_rows(packed, N, depth, rows, count, out);                                       \
   }                                                                                               \
   void specdec_multiply_##suffix(const E *x, int64_t M, int64_t depth, const E *packed,           \
                                  const E *bias, int64_t N, E *y) {                                \
@@ -153,8 +157,9 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
     const auto search = [&](auto none) {                                                          \
       const auto at = [&](int64_t i) { return static_cast<decltype(none)>(matrices[i]); };        \
       typedef typename std::remove_const<typename std::remove_pointer<decltype(none)>::type>::type P;\
-      const Drafter<P, E> drafter = {embedding, at(0), at(1), biases[0], at(2), at(3), biases[1], \
-                                     blocks, num_blocks, at(4), drafted, s.V, s.H, s.X};          \
+      const Drafter<P, E> drafter = {embedding, s.is_embedding_packed != 0, at(0), at(1),         \
+                                     biases[0], at(2), at(3), biases[1], blocks, num_blocks,      \
+                                     at(4), drafted, s.V, s.H, s.X};                              \
       int64_t levels = s.L;                                                                       \
       run_in_team(s.B * s.V * s.X > kParallelWork, [&] {                                          \
         if (temperatures != nullptr)                                                              \
@@ -174,7 +179,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   SPECDEC_TYPES(specdec_multiply_##suffix) SPECDEC_TYPES(specdec_multiply_integers_##suffix)      \
   SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
   SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)             \
-  SPECDEC_TYPES(specdec_run_delta_net_##suffix)
+  SPECDEC_TYPES(specdec_run_delta_net_##suffix) SPECDEC_TYPES(specdec_unpack_rows_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
@@ -199,6 +204,11 @@ int64_t specdec_widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, con
   return widen_blocks(rows, N, stride, types, chosen, count, depth, out);
 }
 
+int64_t specdec_unpack_block_rows(const BlockRows *packed, const int64_t *rows, int64_t count,
+                                  float *out) {
+  return unpack_block_rows(packed, rows, count, out);
+}
+
 SPECDEC_TYPES(specdec_abi_version)
 SPECDEC_TYPES(specdec_use_amx)
 SPECDEC_TYPES(specdec_set_num_threads)
@@ -208,6 +218,7 @@ SPECDEC_TYPES(specdec_pack_integers)
 SPECDEC_TYPES(specdec_measure_blocks)
 SPECDEC_TYPES(specdec_pack_blocks)
 SPECDEC_TYPES(specdec_widen_blocks)
+SPECDEC_TYPES(specdec_unpack_block_rows)
 
 // Sizes of the records that native_border.py writes.
 int64_t specdec_size_of_LayerRecord = sizeof(LayerRecord<float, float>);

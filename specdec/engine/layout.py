@@ -9,17 +9,19 @@ import dataclasses
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
-from specdec.checkpoint.inventory import describe_quantized, find_rank_files
+from specdec.checkpoint.inventory import describe_quantized
 from specdec.errors import Problems, SpecDecError, shorten
 from specdec.files.backends import BACKENDS, TORCH, name_backend, refuse_config
 from specdec.files.folders import ENGINE, expect_folder
+from specdec.files.manifest import NAME
 from specdec.files.reading import read_json
-from specdec.files.tensor_file import TensorFile, TensorInfo, hash_header
+from specdec.files.tensor_file import TensorInfo
 from specdec.files.vocabulary import read_recorded
 from specdec.methods import METHODS, DrafterParams, Method, find_mode
 from specdec.model.bounds import MAX_DRAFT_TOKENS
@@ -45,7 +47,8 @@ logger = logs.get_logger(__name__)
 # An engine of one rank has one file; with several ranks, each has a file and so has the drafter.
 WEIGHTS_NAME = "weights.safetensors"
 DRAFTER_NAME = "drafter.safetensors"
-PACKED_FOLDER = "packed"  # their matrices as the kernels read them, in files of the same names
+PACKED_FOLDER = "packed"  # matrices as the kernels read them, in files of the same names
+ENGINE_FORMAT = 2  # of the folder: since 2 a matrix that is packed stands there in no other form
 # Weights of a drafter that share a scale in four bits; half a matrix's columns hold whole groups,
 # for a ReDrafter's projection of two states is read as two matrices.
 DRAFTER_GROUP = 32
@@ -55,7 +58,8 @@ UNROUNDED = (ROUTER, "shared_expert_gate.weight", f"{LINEAR_MODULE}ba.weight")
 
 # Fields of `EngineConfig` that an engine's config.json has in the backend's section.
 OPTIONS = (
-    "prepack", "kernels", "quantization", "drafter_weights", "draft_vocab_size", "build_id",
+    "prepack", "kernels", "packing", "quantization", "drafter_weights", "draft_vocab_size",
+    "build_id",
 )  # fmt: skip
 
 
@@ -77,7 +81,8 @@ class EngineConfig:
     """An engine's config.json, and the target's tokens as its manifest has them.
 
     build_id: names the sources of the weights; each weight file has it too. kernels: what the
-    kernels were compiled with, None where torch's own operators are to run. quantization: type that
+    kernels were compiled with, None where torch's own operators are to run. packing: how these lay
+    the folder's packed matrices out, None where it has none. quantization: type that
     the build rounded an unquantized checkpoint's linears to, INT8, INT4 or None; drafter_weights:
     that of the drafter's. draft_vocab_size: number of drafted tokens, where the build chose them.
     has_fixed_drafts: whether the build fixed who drafts, and how much, as networks of TensorRT do;
@@ -90,6 +95,7 @@ class EngineConfig:
     build_id: str
     prepack: bool
     kernels: dict[str, str] | None
+    packing: str | None = None
     quantization: str | None = None
     drafter_weights: str | None = None
     draft_vocab_size: int | None = None
@@ -202,7 +208,10 @@ def encode_engine_config(config: EngineConfig, backend: str = TORCH) -> dict[str
         "backend": backend,
         "pretrained_config": config.checkpoint.raw,
         "build_config": dataclasses.asdict(config.build),
-        f"{backend}_config": {name: getattr(config, name) for name in OPTIONS},
+        f"{backend}_config": {
+            "format": ENGINE_FORMAT,
+            **{name: getattr(config, name) for name in OPTIONS},
+        },
     }
 
 
@@ -221,6 +230,12 @@ def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
     checkpoint = parse_checkpoint_config(_read_object(folder, document, "pretrained_config"))
     section = f"{backend}_config"
     options = _read_object(folder, document, section)
+    if backend == TORCH and options.get("format", 1) != ENGINE_FORMAT:
+        raise SpecDecError(
+            f"{folder} is an engine of format {shorten(options.get('format', 1))}, this version of"
+            f" specdec reads format {ENGINE_FORMAT}",
+            f"build it again: {suggest_build(folder)}",
+        )
     build = _read_build_config(folder, document, checkpoint)
     wrong_options = _find_wrong_options(options, checkpoint)
     wrong_names = [f"{section}.{name}" for name in wrong_options]
@@ -248,6 +263,8 @@ def _find_wrong_options(options: Mapping[str, Any], checkpoint: CheckpointConfig
         "prepack": isinstance(options.get("prepack"), bool),
         "kernels": kernels is None
         or (isinstance(kernels, dict) and all(isinstance(v, str) for v in kernels.values())),
+        "packing": options.get("packing") is None
+        or (isinstance(options["packing"], str) and kernels is not None),
         "quantization": options.get("quantization") in (None, INT8, INT4),
         "drafter_weights": weights is None or (weights in (INT8, INT4) and has_drafter),
         "draft_vocab_size": size is None or (is_size and has_drafter),
@@ -342,82 +359,21 @@ def make_build_id(checkpoint_sums: Sequence[str | None], *kinds: str | None) -> 
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def make_metadata(name: str, build_id: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Make a weight file's metadata: its name, its engine's id, and a sum of its header."""
-    return {"part": name, "build_id": build_id, "header_sha256": hash_header(tensors)}
+def suggest_build(folder: Path, changes: Mapping[str, str | None] | None = None) -> str:
+    """Return the command that builds an engine again on this machine.
 
-
-def find_engine_problems(folder: Path, config: EngineConfig) -> Problems:
-    """Find what is wrong with an engine's weight files, each fault with a remedy."""
-    model = config.checkpoint.model
-    if model.tp_size > 1:
-        _, problems = find_rank_files(folder, model.tp_size, f"tp_size={model.tp_size}")
-        if problems:
-            return problems
-    problems = Problems()
-    for name in list_engine_files(model, config.checkpoint.drafter):
-        try:
-            open_engine_file(folder, config, name)
-            open_packed_file(folder, config, name)
-        except SpecDecError as error:
-            problems.add(error.message, error.hint)
-    return problems
-
-
-def open_engine_file(folder: Path, config: EngineConfig, name: str) -> TensorFile:
-    """Open a weight file; raise SpecDecError unless it is whole, this one, and of this engine.
-
-    Checked are the names, shapes and types of its tensors against config.json, its place among the
-    ranks, and the sum of its header; for the tensors' own bytes there is --verify-hashes.
+    changes: values of options other than those that the engine was built with; None leaves the
+    option out.
     """
-    num_layers = config.checkpoint.model.num_hidden_layers
-    file = open_part(folder, config, name)
-    # Before the names of so many are listed.
-    if name != DRAFTER_NAME and num_layers > len(file.tensors):
-        raise SpecDecError(
-            f"{file.path} holds {len(file.tensors)} tensors, config.json says {num_layers} layers",
-            "make the engine again; config.json and the tensors must come from one run",
-        )
-    expected = describe_tensors(config, name, file.tensors)
-    shapes = {tensor: info.shape for tensor, info in expected.items()}
-    dtypes = {tensor: info.dtype for tensor, info in expected.items()}
-    check_inventory(file, shapes, "engine", dtypes)
-    return file
-
-
-def open_part(folder: Path, config: EngineConfig, name: str) -> TensorFile:
-    """Open a file; raise SpecDecError unless it is whole, of that name, and of this engine."""
-    file = TensorFile(folder / name)
-    metadata = file.metadata
-    if metadata.get("build_id") != config.build_id:
-        raise SpecDecError(
-            f"{file.path} belongs to another engine than config.json: their build_id differ",
-            "copy the whole folder from one place, or build the engine again",
-        )
-    if metadata.get("part") != name:
-        raise SpecDecError(
-            f"{file.path} was written as {shorten(metadata.get('part'))}: the files of an engine"
-            " were mixed up",
-            "copy the whole folder again, or build the engine again",
-        )
-    if metadata.get("header_sha256") != file.hash_header():
-        raise SpecDecError(
-            f"{file.path} has a header that is not the one that was written",
-            "the file is damaged: copy it again, or build the engine again",
-        )
-    return file
-
-
-def open_packed_file(folder: Path, config: EngineConfig, name: str) -> TensorFile | None:
-    """Open the packed matrices of a weight file, as `open_part` does; None where there are none."""
-    packed = f"{PACKED_FOLDER}/{name}"
-    if config.kernels is None or not (folder / packed).exists():
-        return None
-    try:
-        return open_part(folder, config, packed)
-    except SpecDecError as error:
-        remedy = f"or remove {folder / PACKED_FOLDER}: the engine runs without it"
-        raise SpecDecError(error.message, f"{error.hint}, {remedy}") from None
+    path = folder / NAME
+    arguments = read_json(path).get("build_arguments") if path.is_file() else None
+    if not isinstance(arguments, list) or not all(isinstance(word, str) for word in arguments):
+        arguments = ["--checkpoint-dir=CHECKPOINT"]
+    changed = dict(changes or {})
+    kept = [word for word in arguments if word.partition("=")[0] not in changed]
+    added = [f"{option}={value}" for option, value in changed.items() if value is not None]
+    command = ["specdec", "build", *kept, *added, f"--output-dir={folder}", "--force"]
+    return shlex.join(command)
 
 
 def describe_tensors(
@@ -543,43 +499,3 @@ def name_offsets(drafter: Iterable[str]) -> str:
     """Name the tensor, beside the first head, of offsets of a shortened vocabulary."""
     head = min(name for name in drafter if name.endswith(f".{HEAD}"))
     return head.removesuffix(HEAD) + OFFSETS
-
-
-def check_inventory(
-    file: TensorFile,
-    expected: Mapping[str, tuple[int, ...]],
-    kind_of_folder: str,
-    dtypes: Mapping[str, str] | None = None,
-) -> None:
-    """Raise SpecDecError that names every missing, unknown or different tensor of a file.
-
-    expected: name -> shape; dtypes: name -> type, where that is to be checked, too.
-    """
-    missing_names = sorted(set(expected) - set(file.tensors))
-    unknown_names = sorted(set(file.tensors) - set(expected))
-    common_infos = [(name, file.tensors[name]) for name in sorted(expected) if name in file.tensors]
-    misshapen = [
-        f"{name} is {list(info.shape)}, expected {list(expected[name])}"
-        for name, info in common_infos
-        if info.shape != expected[name]
-    ]
-    mistyped = [
-        f"{name} is {info.dtype}, expected {dtypes[name]}"
-        for name, info in common_infos
-        if dtypes is not None and info.dtype != dtypes[name]
-    ]
-    kinds = {
-        "missing": missing_names, "unknown": unknown_names, "misshapen": misshapen,
-        "of another type": mistyped,
-    }  # fmt: skip
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
-        for kind, names in kinds.items()
-        if names
-    ]
-    if problems:
-        raise SpecDecError(
-            f"{file.path} does not hold the {kind_of_folder} that config.json describes: "
-            + "; ".join(problems),
-            f"make the {kind_of_folder} again; config.json and the tensors must come from one run",
-        )

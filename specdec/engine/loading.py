@@ -20,10 +20,11 @@ from specdec.engine.layout import (
     name_int8_scales,
     name_offsets,
     name_weight_file,
-    open_engine_file,
 )
 from specdec.engine.native import NativeKernels
-from specdec.engine.packed import find_packed, use_packed
+from specdec.engine.native_matrices import KernelMatrix, Weight
+from specdec.engine.packed import map_packed
+from specdec.engine.weight_files import open_engine_file
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_tensor
 from specdec.model import int4
@@ -151,43 +152,50 @@ def load_weights(
     drafts: bool = True,
     is_packed: bool = False,
     kernels: NativeKernels | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Weight]:
     """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
 
     is_packed: linears are about to pack their matrices, which need no copy before that. kernels:
-    what packs them, which is told of all that the engine has packed.
+    what packs them, or reads those that the engine holds packed.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
     engine_names = set(list_engine_tensors(model, drafter if drafts else None))
     if drafts and config.draft_vocab_size is not None:
         engine_names.add(name_offsets(engine_names))
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Weight] = {}
     for name in list_engine_files(model, drafter):
         if name in names:
             file = open_engine_file(folder, config, name)
-            packed = find_packed(folder, config, name, kernels) if kernels is not None else None
-            file_names = [tensor for tensor in file.tensors if tensor in engine_names]
+            file_names = [tensor for tensor in file.plain.tensors if tensor in engine_names]
             weights |= load_tensors(
-                file, file_names, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
-                mapped=() if packed is None else (EMBEDDING,), widens_blocks=kernels is None,
+                file.plain, file_names, device, TORCH_DTYPES[model.dtype], maps_matrices=is_packed,
+                mapped=() if file.packed is None else (EMBEDDING,), widens_blocks=kernels is None,
             )  # fmt: skip
-            if packed is not None and kernels is not None:
-                use_packed(packed, weights, kernels)
-            file.release()
+            if file.packed is not None:
+                assert kernels is not None
+                weights |= map_packed(file, engine_names, kernels)
+            file.plain.release()
     return weights
 
 
-def load_embedding(folder: Path, config: EngineConfig, device: torch.device) -> Tensor:
+def load_embedding(
+    folder: Path, config: EngineConfig, device: torch.device, kernels: NativeKernels | None
+) -> Tensor:
     """Load the whole of an embedding that is split over the ranks."""
     model = config.checkpoint.model
-    names = [name_weight_file(model, rank) for rank in range(model.tp_size)]
-    files = [open_engine_file(folder, config, name) for name in names]
-    dtype = TORCH_DTYPES[model.dtype]
-    rank_tensors = [
-        load_tensors(file, [EMBEDDING], torch.device("cpu"), dtype, widens_blocks=True)
-        for file in files
-    ]
-    arrays = [to_array(tensors[EMBEDDING]) for tensors in rank_tensors]
-    embedding = join(arrays, list_target_tensors(model)[EMBEDDING], model)
-    return to_tensor(embedding, model.dtype).to(device)
+    dtype, arrays = TORCH_DTYPES[model.dtype], []
+    for rank in range(model.tp_size):
+        file = open_engine_file(folder, config, name_weight_file(model, rank))
+        if EMBEDDING in file.replaced:
+            assert kernels is not None
+            matrix = map_packed(file, [EMBEDDING], kernels)[EMBEDDING]
+            assert isinstance(matrix, KernelMatrix)
+            embedding = matrix.unpack()
+        else:
+            embedding = load_tensors(
+                file.plain, [EMBEDDING], torch.device("cpu"), dtype, widens_blocks=True
+            )[EMBEDDING]
+        arrays.append(to_array(embedding))
+    whole_embedding = join(arrays, list_target_tensors(model)[EMBEDDING], model)
+    return to_tensor(whole_embedding, model.dtype).to(device)

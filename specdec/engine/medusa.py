@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import rank_logits, rank_packed
-from specdec.engine.integers import make_linear
+from specdec.engine.integers import get_height, make_linear
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
+from specdec.engine.native_matrices import Weight
 from specdec.methods.medusa import MedusaParams
 
 
@@ -23,7 +24,7 @@ class MedusaHeads:
     def __init__(
         self,
         params: MedusaParams,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         *,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
@@ -32,13 +33,14 @@ class MedusaHeads:
         """offsets: what a shortened vocabulary adds to the number of an output, [V]."""
         self.offsets = offsets
         first_head = weights["medusa_heads.0.lm_head.weight"]
-        prepack = prepack and can_prepack(first_head.dtype, first_head.device)
+        if isinstance(first_head, Tensor):
+            prepack = prepack and can_prepack(first_head.dtype, first_head.device)
 
         def linear(name: str) -> Linear:
             return make_linear(weights, f"medusa_heads.{name}", prepack=prepack, kernels=kernels)
 
         self.params = params
-        self.vocab_size = len(first_head)
+        self.vocab_size = get_height(first_head)
         self.blocks = [
             [linear(f"{head}.medusa_layers.{layer}.linear") for layer in range(params.num_layers)]
             for head in range(params.num_heads)

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_net import DraftNet, take_drafter_tensors
+from specdec.engine.integers import get_height, take_tensor
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
+from specdec.engine.native_matrices import Weight
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.methods.mtp import NORMS, MtpParams
@@ -37,18 +39,23 @@ class MtpNet(DraftNet):
     """
 
     def __init__(
-        self, params: MtpParams, weights: Mapping[str, Tensor], model: ModelConfig, **options: Any
+        self, params: MtpParams, weights: Mapping[str, Weight], model: ModelConfig, **options: Any
     ) -> None:
         self.params, self.hidden_size = params, model.hidden_size
         drafter_tensors = take_drafter_tensors(weights, MTP_NET)
         # An engine's may draft fewer tokens than the checkpoint's.
         net = dataclasses.replace(
-            params.make_net_model(model), vocab_size=len(drafter_tensors[HEAD])
+            params.make_net_model(model), vocab_size=get_height(drafter_tensors[HEAD])
         )
         super().__init__(drafter_tensors, weights, net, model, **options)
         offset = net.arithmetic.norm_offset
         self.norms = [
-            Norm(drafter_tensors[f"drafter.{name}.weight"], None, net.norm_epsilon, offset)
+            Norm(
+                take_tensor(drafter_tensors, f"drafter.{name}.weight"),
+                None,
+                net.norm_epsilon,
+                offset,
+            )  # fmt: skip
             for name in NORMS
         ]
 

@@ -341,7 +341,7 @@ class NativeKernels(MatrixKernels):
         temperatures, min_gain, chances = tree_options
         num_levels: int = self._call_with_threads(
             "search",
-            drafter.embedding.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
+            drafter.table.data_ptr(), hidden.data_ptr(), tokens.data_ptr(),
             drafter.matrices.ctypes.data, drafter.biases.ctypes.data, drafter.blocks.ctypes.data,
             len(drafter.blocks) // 2, get_pointer(drafter.tokens),
             temperatures, min_gain, drafts, chances, ctypes.byref(sizes),

@@ -75,7 +75,10 @@ class Scalars(ctypes.Structure):
 class SearchShape(ctypes.Structure):
     """Sizes of ReDrafter's searches, the kernels' `SearchShape` in kernels/search.h."""
 
-    _fields_ = [(name, INT) for name in ("B", "W", "L", "N", "V", "H", "X", "C", "is_integer")]
+    _fields_ = [
+        (name, INT)
+        for name in ("B", "W", "L", "N", "V", "H", "X", "C", "is_integer", "is_embedding_packed")
+    ]
 
 
 class DeltaSizes(ctypes.Structure):

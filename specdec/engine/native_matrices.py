@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,51 +19,14 @@ from specdec.engine.native_border import (
     get_pointer,
 )
 from specdec.engine.native_library import KernelLibrary
-from specdec.errors import SpecDecError
 from specdec.model.blocks import TYPES
 from specdec.model.int4 import ENGINE_GROUPS
+
+COMPARED_ROWS = 1024  # of a packed matrix, unpacked at a time
 
 
 class MatrixKernels(KernelLibrary):
     """Kernels that pack matrices and multiply with packed ones."""
-
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        super().__init__(path, dtype)
-        # Weights that are mapped, by their address, and what they were packed into.
-        self._packed_by_address: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add_packed(self, weight: Tensor, packed: Tensor) -> None:
-        """Take `packed` when `weight` is to be packed; its memory, which is mapped, is kept."""
-        self._packed_by_address[weight.data_ptr()] = (weight, packed)
-
-    def _find_packed(
-        self, weight: Tensor, sizes: Sequence[int] = (), num_bytes: int = 0
-    ) -> Tensor | None:
-        """Return the matrix that a weight was packed into before; None if it was not.
-
-        sizes: the numbers that a packed matrix of integers begins with; num_bytes: the fewest that
-        it has. Raises SpecDecError where the packed matrix cannot be that of the weight.
-        """
-        mapped_weight, packed = self._packed_by_address.get(weight.data_ptr(), (None, None))
-        if mapped_weight is None or packed is None or mapped_weight.shape != weight.shape:
-            return None
-        if not (mapped_weight.dtype is weight.dtype and weight.is_contiguous()):
-            return None
-        if sizes:
-            is_right = packed.dtype is torch.uint8 and packed.dim() == 1
-            is_right = is_right and len(packed) >= num_bytes
-            is_right = is_right and packed[: 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
-        else:
-            num_outputs, depth = weight.shape
-            shape = get_packed_shape(num_outputs, depth, weight.dtype)
-            is_right = packed.dtype is weight.dtype and packed.shape == shape
-        if not is_right:
-            raise SpecDecError(
-                f"what the engine has as a packed matrix of {list(weight.shape)} is"
-                f" {packed.dtype} {list(packed.shape)} of another matrix",
-                "the file is damaged: build the engine again, or remove its folder `packed`",
-            )
-        return packed
 
     def pack_matrix(self, weight: Tensor) -> Tensor:
         """Lay out a matrix [N, depth] by tiles of outputs, see kernels/gemm.h.
@@ -78,8 +41,6 @@ class MatrixKernels(KernelLibrary):
         return self._pack("a router", weight, torch.float32, "pack_matrix_f32")
 
     def _pack(self, name: str, weight: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-        if (mapped_packed := self._find_packed(weight)) is not None:
-            return mapped_packed
         weight = weight.contiguous()
         num_outputs, depth = weight.shape
         check(name, weight, dtype, num_outputs, depth)
@@ -128,12 +89,6 @@ class MatrixKernels(KernelLibrary):
         has_options = [t is not None for t in (zeros, input_scales, order)]
         sizes = np.array([num_outputs, depth, bits, group, by_row, *has_options], np.int64)
         num_bytes = self.measure_integers(sizes.tolist())
-        # An order is among what is packed, and is checked here only.
-        mapped_packed = (
-            self._find_packed(codes, sizes.tolist(), num_bytes) if order is None else None
-        )
-        if mapped_packed is not None:
-            return mapped_packed
         packed = codes.new_empty(num_bytes, dtype=torch.uint8)
         if any(has_options[1:]):
             packed.zero_()  # what is between lists
@@ -144,29 +99,28 @@ class MatrixKernels(KernelLibrary):
         )  # fmt: skip
         return packed
 
-    def _plan_blocks(
+    def plan_blocks(
         self, runs: Sequence[tuple[int, int, int]], depth: int
-    ) -> list[np.ndarray[Any, Any]]:
-        """Return the header of each packed run of rows, see `BlockRows` in kernels/blocks.h."""
-        headers = []
+    ) -> tuple[list[np.ndarray[Any, Any]], list[int]]:
+        """Plan a packed matrix whose rows come in runs of one type.
+
+        runs: of each run its type, its first row and the first row behind it. Returns the header of
+        each, see `BlockRows` in kernels/blocks.h, and the offsets where each begins, the end last.
+        """
+        headers, offsets = [], [0]
         for kind, start, stop in runs:
             header = np.array([runs[-1][2], depth, 0, kind, stop - start, 0, 0, 0], np.int64)
             num_bytes = self._call("measure_blocks", header.ctypes.data)
             header[5] = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            offsets.append(offsets[-1] + int(header[5]))
             headers.append(header)
-        return headers
-
-    def measure_blocks(self, runs: Sequence[tuple[int, int, int]], depth: int) -> int:
-        """Return the bytes of a packed matrix whose rows come in runs of one type.
-
-        runs: of each run its type, its first row and the first row behind it.
-        """
-        return sum(int(header[5]) for header in self._plan_blocks(runs, depth))
+        headers[-1][5] = 0
+        return headers, offsets
 
     def pack_blocks(self, rows: Tensor, runs: Sequence[tuple[int, int, int]], depth: int) -> Tensor:
         """Lay out a matrix [N, depth] in GGML's blocks, see kernels/blocks.h.
 
-        rows: uint8 [N, bytes]; runs: as in `measure_blocks`. Returns uint8 [n].
+        rows: uint8 [N, bytes]; runs: as in `plan_blocks`. Returns uint8 [n].
         """
         check("rows of blocks", rows, torch.uint8, *rows.shape)
         for kind, _, stop in runs:
@@ -175,14 +129,9 @@ class MatrixKernels(KernelLibrary):
                 raise ValueError(f"rows of type {kind} up to {stop} of {list(rows.shape)}")
             if block_type.count_bytes(depth) > rows.shape[1]:
                 raise ValueError(f"rows of {rows.shape[1]} bytes for {depth} weights of {kind}")
-        headers = self._plan_blocks(runs, depth)
-        ends = np.cumsum([header[5] for header in headers]).tolist()
-        headers[-1][5] = 0
-        mapped_packed = self._find_packed(rows, headers[0].tolist(), ends[-1])
-        if mapped_packed is not None:
-            return mapped_packed
-        packed = rows.new_zeros(ends[-1])
-        for header, (_, start, _), offset in zip(headers, runs, [0, *ends], strict=False):
+        headers, offsets = self.plan_blocks(runs, depth)
+        packed = rows.new_zeros(offsets[-1])
+        for header, (_, start, _), offset in zip(headers, runs, offsets, strict=False):
             source = rows[start].data_ptr(), rows.shape[1], header.ctypes.data
             self._call_with_threads("pack_blocks", *source, packed.data_ptr() + offset)
         return packed
@@ -206,6 +155,32 @@ class MatrixKernels(KernelLibrary):
             row = int(row_numbers.flatten()[num_widened])
             raise ValueError(f"row {row} of {list(rows.shape)} is not there, or no blocks")
         return widened
+
+    def unpack_rows(self, packed: Tensor, shape: tuple[int, int], indices: Tensor) -> Tensor:
+        """Return rows of a matrix [N, depth] by their numbers: [..., depth], of the kernels' type.
+
+        `packed` is of `pack_matrix` or `pack_blocks`.
+        """
+        row_numbers = indices.contiguous()
+        num_rows, depth = shape
+        check_packed("a packed matrix", packed, self.dtype, num_rows, depth)
+        check("numbers of rows", row_numbers, torch.int64, *indices.shape)
+        numbers = row_numbers.data_ptr(), row_numbers.numel()
+        if packed.dtype is torch.uint8:
+            if packed[16:24].any():
+                raise ValueError("rows of a packed matrix of integers")
+            rows = torch.empty(*indices.shape, depth)
+            num_inside = self._call_with_threads(
+                "unpack_block_rows", packed.data_ptr(), *numbers, rows.data_ptr()
+            )
+        else:
+            rows = torch.empty(*indices.shape, depth, dtype=self.dtype)
+            num_inside = self._call_with_threads(
+                "unpack_rows", packed.data_ptr(), num_rows, depth, *numbers, rows.data_ptr()
+            )
+        if num_inside < row_numbers.numel():
+            raise ValueError(f"row {int(row_numbers.flatten()[num_inside])} of {num_rows}")
+        return rows.to(self.dtype)
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """Return x W^T + bias: [..., depth] -> [..., num_outputs].
@@ -252,3 +227,52 @@ class MatrixKernels(KernelLibrary):
         check("x", x, self.dtype, *x.shape)
         check_packed("a packed matrix", packed, self.dtype, num_outputs, x.shape[-1])
         check("a bias", bias, self.dtype, num_outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelMatrix:
+    """A matrix [N, depth] that an engine holds in the order of its kernels, and in no other form.
+
+    numbers: of `pack_matrix`, `pack_integers` or `pack_blocks`.
+    """
+
+    numbers: Tensor
+    shape: tuple[int, int]
+    kernels: MatrixKernels
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """Return rows by their numbers, [..., depth]; not of a matrix of integers."""
+        return self.kernels.unpack_rows(self.numbers, self.shape, indices)
+
+    def unpack(self, start: int = 0) -> Tensor:
+        """Return the rows from `start` on, [N - start, depth]."""
+        return self.look_up(torch.arange(start, self.shape[0]))
+
+    def equals(self, weight: Tensor) -> bool:
+        """Return whether this is a matrix that is not packed, compared a few rows at a time."""
+        if self.shape != weight.shape or self.numbers.dtype is torch.uint8:
+            return False
+        num_rows = self.shape[0]
+        starts = range(0, num_rows, COMPARED_ROWS)
+        ranges = (torch.arange(start, min(start + COMPARED_ROWS, num_rows)) for start in starts)
+        return all(torch.equal(self.look_up(rows), weight[rows]) for rows in ranges)
+
+
+# What an engine's weights have under a tensor's name: the tensor, or the matrix as it is packed, or
+# those of all experts.
+Weight = Tensor | KernelMatrix | tuple[KernelMatrix, ...]
+
+
+def are_equal(weight: Weight, other_weight: Weight) -> bool:
+    """Return whether two matrices are equal, packed or not."""
+    if isinstance(weight, tuple) or isinstance(other_weight, tuple):
+        raise TypeError("experts are not compared")
+    if isinstance(weight, Tensor):
+        if isinstance(other_weight, Tensor):
+            is_alike = weight.dtype is other_weight.dtype
+            return is_alike and torch.equal(weight, other_weight)
+        return other_weight.equals(weight)
+    if isinstance(other_weight, Tensor):
+        return weight.equals(other_weight)
+    is_alike = weight.shape == other_weight.shape
+    return is_alike and torch.equal(weight.numbers, other_weight.numbers)

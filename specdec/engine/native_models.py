@@ -22,9 +22,10 @@ from specdec.engine.native_border import (
     check,
     check_all,
     check_packed,
+    get_packed_shape,
     get_pointer,
 )
-from specdec.engine.native_matrices import MatrixKernels
+from specdec.engine.native_matrices import KernelMatrix, MatrixKernels
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import FloatArray, IntArray
 
@@ -228,10 +229,11 @@ class PackedDrafter:
     """
 
     def __init__(
-        self, linears: Mapping[str, Any], embedding: Tensor, *, num_layers: int, exit_dim: int,
-        num_candidates: int, kernels: MatrixKernels, tokens: Tensor | None = None,
+        self, linears: Mapping[str, Any], embedding: Tensor | KernelMatrix, *, num_layers: int,
+        exit_dim: int, num_candidates: int, kernels: MatrixKernels, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = kernels.dtype
+        table_shape: tuple[int, ...]
         vocab_size, size = embedding.shape
         num_outputs = vocab_size if tokens is None else len(tokens)
         names = ("rnn_w", "rnn_u", "context_proj", "state_proj", "lm_head")
@@ -241,7 +243,12 @@ class PackedDrafter:
             "state_proj": (exit_dim, size), "lm_head": (num_outputs, exit_dim),
             **dict.fromkeys(blocks, (exit_dim, exit_dim)),
         }  # fmt: skip
-        check("the embedding", embedding, self.dtype, vocab_size, size)
+        is_packed = isinstance(embedding, KernelMatrix)
+        table_shape = (vocab_size, size)
+        if is_packed:
+            table_shape = get_packed_shape(vocab_size, size, self.dtype)
+        self.table = embedding.numbers if isinstance(embedding, KernelMatrix) else embedding
+        check("the embedding", self.table, self.dtype, *table_shape)
         check("drafted tokens", tokens, torch.int64, num_outputs)
         if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"drafted tokens beyond {vocab_size}")
@@ -257,7 +264,7 @@ class PackedDrafter:
             self._list_pointers(blocks, "packed"), self._list_pointers(blocks, "bias"), strict=True
         )
         self.blocks = np.array([pointer for pair in pairs for pointer in pair], np.uint64)
-        self.sizes = (num_outputs, size, exit_dim, num_candidates, is_integer)
+        self.sizes = (num_outputs, size, exit_dim, num_candidates, is_integer, is_packed)
 
     def _check_linears(self, shapes: Mapping[str, tuple[int, int]]) -> bool:
         """Check matrices and biases; return whether the matrices are of integers."""

@@ -1,66 +1,126 @@
 """Matrices that the build lays out for its machine's kernels, mapped when the engine is loaded.
 
-An engine's folder `packed` has a file for each weight file: the same names, each matrix as the
-kernels pack it. It is used where the kernels here pack alike, which `identify_packing` tells; else
-the portable weights are packed at load.
+An engine with packed matrices has each of them in this form alone, in a file of its folder `packed`
+under the tensor's name. `identify_packing` tells which kernels read them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from specdec.engine.layout import EngineConfig, open_packed_file
+from specdec.engine.integers import IntegerMatrix, Quantized, list_matrices
 from specdec.engine.native import NativeKernels
-from specdec.engine.native_border import TILE
+from specdec.engine.native_border import TILE, get_packed_shape
+from specdec.engine.native_matrices import KernelMatrix, Weight
+from specdec.engine.weight_files import WeightFile
 from specdec.errors import SpecDecError
-from specdec.files.tensor_file import TensorFile
-from specdec.files.torch_tensors import to_array, view_tensor
-from specdec.system import logs
-
-logger = logs.get_logger(__name__)
+from specdec.files.tensor_file import TensorInfo
+from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
+from specdec.model.blocks import BLOCK_TYPES
 
 # Bumped where packed matrices mean something else though `identify_packing` sees the same bytes; it
 # is not ABI_VERSION, so that new kernels read what older ones with the same layout packed.
 PACKING_VERSION = 15
 
 
-def find_packed(
-    folder: Path, config: EngineConfig, name: str, kernels: NativeKernels
-) -> TensorFile | None:
-    """Open the packed matrices of a weight file, if there are any for kernels such as these."""
-    file = open_packed_file(folder, config, name)
-    if file is None or file.metadata.get("packing") == identify_packing(kernels):
-        return file
-    logger.warning(
-        "%s was packed for another kind of processor, or another version of specdec: the weights"
-        " are packed anew, which makes every load slower; build the engine again on this machine",
-        file.path,
-    )  # fmt: skip
-    return None
+def sketch_matrices(
+    name: str, infos: Mapping[str, TensorInfo], types: Tensor | None
+) -> list[Tensor | Quantized]:
+    """List the matrices of a weight without their numbers, one for each expert.
+
+    infos: of the weight and of what stands beside it in a file that is not packed. types: of the
+    rows, where these are in GGML's blocks.
+    """
+    module = name.removesuffix(".weight")
+    sketches = {
+        tensor: torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+        for tensor, info in infos.items()
+        if tensor.rpartition(".")[0] == module
+    }
+    if types is not None:
+        sketches[f"{module}.{BLOCK_TYPES}"] = types
+    return list_matrices(sketches, module)
 
 
-def use_packed(file: TensorFile, weights: Mapping[str, Tensor], kernels: NativeKernels) -> None:
-    """Let kernels take a file's matrices instead of packing `weights`, which are mapped, too."""
-    for name, info in file.tensors.items():
-        weight = weights.get(name)
-        if weight is None:
+def map_packed(
+    file: WeightFile, names: Collection[str], kernels: NativeKernels
+) -> dict[str, Weight]:
+    """Map a file's packed matrices of these names.
+
+    Raises SpecDecError where one cannot be what the kernels made of such a matrix.
+    """
+    if file.packed is None:
+        return {}
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in file.replaced.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = info
+    weights: dict[str, Weight] = {}
+    for name, info in file.packed.tensors.items():
+        if name not in names:
             continue
-        packed = view_tensor(file.read(name), info.dtype)
-        if weight.dim() < 3:
-            kernels.add_packed(weight, packed)
-            continue
-        if packed.shape[:1] != weight.shape[:1]:
+        module, types = name.removesuffix(".weight"), None
+        if (key := f"{module}.{BLOCK_TYPES}") in file.plain.tensors:
+            types = to_tensor(file.plain.read(key), "uint8")
+        numbers = view_tensor(file.packed.read(name), info.dtype)
+        sketches = sketch_matrices(name, modules[module], types)
+        is_many = len(file.replaced[name].shape) > 2
+        if is_many and info.shape[:1] != (len(sketches),):
             raise SpecDecError(
-                f"{file.path} has {list(packed.shape)} for {len(weight)} experts, {name}",
+                f"{file.packed.path} has {list(info.shape)} for {len(sketches)} experts, {name}",
                 "build the engine again",
             )
-        for expert_weight, expert_packed in zip(weight, packed, strict=True):
-            kernels.add_packed(expert_weight, expert_packed)
+        matrices = tuple(
+            take_packed(expert_numbers, sketch, f"{file.packed.path}: {name}", kernels)
+            for expert_numbers, sketch in zip(
+                numbers if is_many else [numbers], sketches, strict=True
+            )
+        )
+        weights[name] = matrices if is_many else matrices[0]
+    return weights
+
+
+def take_packed(
+    numbers: Tensor, sketch: Tensor | Quantized, label: str, kernels: NativeKernels
+) -> KernelMatrix:
+    """Take numbers for a packed matrix; SpecDecError where they are not of such a matrix.
+
+    sketch: the matrix as it was before, without its numbers.
+    """
+    if isinstance(sketch, Tensor):
+        num_rows, depth = sketch.shape
+        shape = get_packed_shape(num_rows, depth, sketch.dtype)
+        is_right = numbers.dtype is sketch.dtype and numbers.shape == shape
+    elif isinstance(sketch, IntegerMatrix):
+        num_rows, depth = sketch.num_outputs, sketch.codes.shape[1]
+        is_right = has_headers(numbers, [(0, sketch.list_sizes())], sketch.measure(kernels))
+    else:
+        num_rows, depth = sketch.shape
+        headers, offsets = kernels.plan_blocks(sketch.list_parts(), depth)
+        sizes = [tuple(header.tolist()) for header in headers]
+        is_right = has_headers(numbers, list(zip(offsets, sizes, strict=False)), offsets[-1])
+    if not is_right:
+        raise SpecDecError(
+            f"{label} is {numbers.dtype} {list(numbers.shape)}, which is not a matrix"
+            f" {[num_rows, depth]} as the kernels pack it",
+            "the file is damaged: build the engine again",
+        )
+    return KernelMatrix(numbers, (num_rows, depth), kernels)
+
+
+def has_headers(
+    numbers: Tensor, headers: list[tuple[int, tuple[int, ...]]], num_bytes: int
+) -> bool:
+    """Return whether bytes have headers at these offsets, and are as many as needed or more."""
+    if numbers.dtype is not torch.uint8 or numbers.dim() != 1 or len(numbers) < num_bytes:
+        return False
+    return all(
+        numbers[offset : offset + 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
+        for offset, sizes in headers
+    )
 
 
 def identify_packing(kernels: NativeKernels) -> str:

@@ -11,11 +11,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specdec.engine.blocks import BlockMatrix
 from specdec.engine.draft_net import rank_logits, take_drafter_tensors, take_offsets
-from specdec.engine.integers import IntegerMatrix, lay_out, make_linear, take_matrix
+from specdec.engine.integers import (
+    IntegerMatrix,
+    lay_out,
+    make_linear,
+    take_matrix,
+    take_tensor,
+)
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.native import NativeKernels
+from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.engine.native_models import DynamicTrees, PackedDrafter
 from specdec.engine.ranking import find_top
 from specdec.engine.transfers import Array
@@ -34,8 +40,8 @@ class ReDrafterHead:
     def __init__(
         self,
         params: ReDrafterParams,
-        weights: Mapping[str, Tensor],
-        embedding: Tensor,
+        weights: Mapping[str, Weight],
+        embedding: Tensor | KernelMatrix,
         *,
         prepack: bool = True,
         kernels: NativeKernels | None = None,
@@ -47,7 +53,8 @@ class ReDrafterHead:
         num_outputs = embedding.shape[0] if self.offsets is None else len(self.offsets)
         self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
         self.kernels = kernels
-        prepack = prepack and can_prepack(embedding.dtype, embedding.device)
+        if isinstance(embedding, Tensor):
+            prepack = prepack and can_prepack(embedding.dtype, embedding.device)
 
         def linear(name: str) -> Linear:
             return make_linear(weights, f"drafter.{name}", prepack=prepack, kernels=kernels)
@@ -61,12 +68,12 @@ class ReDrafterHead:
                 linears["input_proj"] = linear("input_proj")
             else:
                 joint = take_matrix(weights, "drafter.input_proj")
-                assert not isinstance(joint, BlockMatrix)
+                assert isinstance(joint, Tensor | IntegerMatrix)
                 # Parts for the target's state, and for the recurrent state.
                 context_half, state_half = (
                     joint.halve() if isinstance(joint, IntegerMatrix) else joint.chunk(2, 1)
                 )
-                bias = weights["drafter.input_proj.bias"]
+                bias = take_tensor(weights, "drafter.input_proj.bias")
                 linears["context_proj"] = lay_out(
                     context_half, bias, prepack=False, kernels=kernels
                 )
@@ -88,7 +95,10 @@ class ReDrafterHead:
 
     def update_state(self, tokens: Tensor, state: Tensor | None) -> Tensor:
         """Return the recurrent state [..., D] after `tokens` [...]; None is the zero state."""
-        embedded = torch.nn.functional.embedding(tokens, self.embedding)
+        embedded = (
+            self.embedding.look_up(tokens) if isinstance(self.embedding, KernelMatrix)
+            else torch.nn.functional.embedding(tokens, self.embedding)
+        )  # fmt: skip
         if self.rnn_w is None or self.rnn_u is None:
             return embedded if state is None else embedded + state
         mixed = self.rnn_w(embedded)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.engine.draft_net import make_whole, name_decoder_tensors, rank_logits
 from specdec.engine.eagle import EagleNet, take_net
+from specdec.engine.integers import take_tensors
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.redrafter import NUM_CANDIDATES
 from specdec.engine.step import Step
@@ -158,11 +159,12 @@ class _EagleWriter:
         self, writer: NetworkWriter, params: EagleParams, model: ModelConfig,
         weights: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self._params, self._own = take_net(params, weights)
+        self._params, drafter_weights = take_net(params, weights)
+        self._own = take_tensors(drafter_weights)
         self.net = self._params.make_net_model(make_whole(model))
         self._scale = 1.0 if params.eagle3 is not None else model.output_multiplier_scale
         self._writer = writer
-        self._named = name_decoder_tensors(self._own, weights, self.net)
+        self._named = take_tensors(name_decoder_tensors(self._own, weights, self.net))
 
     def _norm(self, x: Any, name: str) -> Any:
         return self._writer.rms_norm(x, self._own[f"drafter.{name}"], self.net.norm_epsilon)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.checkpoint.config import CheckpointConfig
 from specdec.decode.drafters import Methods, uses_drafter
@@ -17,6 +16,7 @@ from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
 from specdec.engine.graphs import CudaRecorder
 from specdec.engine.group import Group
 from specdec.engine.layout import EngineConfig, read_engine_config
+from specdec.engine.native_matrices import Weight
 from specdec.engine.verification import Verification
 from specdec.errors import Problems, SpecDecError
 from specdec.files.backends import TENSORRT
@@ -158,7 +158,7 @@ class TensorRTEngine(TorchEngine):
 
     def _load(
         self, folder: Path, recorder: CudaRecorder | None, methods: Methods
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Weight]:
         networks, drafter = self.networks, self.config.checkpoint.drafter
         check_machine(folder, networks, self.device)
         self.decoder = open_decoder(

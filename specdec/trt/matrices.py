@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.blocks import BlockMatrix
 from specdec.engine.integers import IntegerMatrix, take_matrix
 from specdec.model.quantization import SCALES
 from specdec.trt.network import NetworkWriter
@@ -23,7 +22,9 @@ def multiply(
     FP8 rounds x as well, by the linear's one scale of inputs; parts may have a scale each.
     """
     matrix, rank = take_matrix(weights, name), len(x.shape)
-    assert not isinstance(matrix, BlockMatrix), "matrices in GGML's blocks are refused by the build"
+    assert isinstance(matrix, Tensor | IntegerMatrix), (
+        "matrices in GGML's blocks are refused by the build"
+    )
     if isinstance(matrix, IntegerMatrix):
         rows = list(sizes) or [matrix.num_outputs]
         row_blocks = _widen(writer, matrix, rows)

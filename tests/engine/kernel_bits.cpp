@@ -552,7 +552,7 @@ struct Checks {
         name("specdec_search"));
     const auto call = [&](int64_t first, int64_t count, const double *temperatures, int64_t *found,
                           double *chances) {
-      const int64_t sizes[] = {count, W, L, kNodes, V, D, D, 10, 0};
+      const int64_t sizes[] = {count, W, L, kNodes, V, D, D, 10, 0, 0};
       search(embedding.data(), hidden.data() + first * D, last + first, matrices, biases, blocks, 1,
              nullptr, temperatures, 0.0, found, chances, sizes);
     };

@@ -70,7 +70,7 @@ def load_ranks(engine: Path) -> list[Decoder]:
     return [
         Decoder(
             config.checkpoint.model,
-            load_weights(engine, config, CPU, rank=rank),
+            load_weights(engine, config, CPU, rank=rank, kernels=options["kernels"]),
             group=group,
             **options,
         )

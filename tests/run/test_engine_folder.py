@@ -18,14 +18,19 @@ from safetensors.torch import load_file, save_file
 from specdec import Engine, SpecDecError
 from specdec.engine import kernel_cache, verification
 from specdec.engine.compiler import call_compiler, find_compiler
-from specdec.engine.layout import make_metadata
 from specdec.engine.verification import Verification
+from specdec.engine.weight_files import make_metadata
 from specdec.files import manifest
 from specdec.files.reading import read_json, write_json
 from specdec.files.tensor_file import TensorFile
 from tests.conftest import make_drafter, make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import make_engine, run_cli_here, save_weights
+from tests.engines import (
+    build_plain,
+    make_engine,
+    run_cli_here,
+    save_weights,
+)
 
 PROMPT = '{"input_ids": [5, 9, 17, 3]}'
 
@@ -73,6 +78,7 @@ def test_kernels_are_made_anew_for_another_cpu(
     folder: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that was built elsewhere runs at full speed; without a compiler, slower."""
+    build_plain(engine)
     config = read_json(engine / "config.json")
     config["torch_config"]["kernels"]["cpu"] = "another"
     write_json(engine / "config.json", config)
@@ -98,6 +104,7 @@ def test_an_engines_own_kernels_are_loaded_only_if_the_user_says_so(
         "#include <stdio.h>\n__attribute__((constructor)) static void run()"
         f' {{ fclose(fopen("{mark}", "w")); }}\n'
     )
+    build_plain(engine)
     compiler = find_compiler()
     assert compiler is not None
     call_compiler([*shlex.split(compiler), "-shared", "-fPIC", str(source), "-o", str(hostile)])
@@ -149,7 +156,7 @@ def change(*names: str, by: Callable[[torch.Tensor], torch.Tensor | None]) -> Da
     """Make something else of tensors, of all where none is named, or leave them out."""
 
     def damage(engine: Path) -> None:
-        tensors = load_file(engine / WEIGHTS)
+        tensors = load_file(build_plain(engine) / WEIGHTS)
         for name in names or list(tensors):
             if (changed := by(tensors.pop(name))) is not None:
                 tensors[name] = changed

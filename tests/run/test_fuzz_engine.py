@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
 from specdec.doctor.engine import check_engine
-from specdec.engine.layout import find_engine_problems, read_engine_config
+from specdec.engine.layout import read_engine_config
+from specdec.engine.weight_files import find_engine_problems
 from specdec.errors import SpecDecError
 from specdec.files.reading import read_json, write_json
 from specdec.trtllm.environment import Environment

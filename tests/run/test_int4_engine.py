@@ -24,7 +24,13 @@ from specdec.files.tensor_file import TensorFile
 from specdec.model import int4
 from tests.conftest import make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import continue_greedily, renew_sums, round_inputs, save_weights
+from tests.engines import (
+    build_plain,
+    continue_greedily,
+    renew_sums,
+    round_inputs,
+    save_weights,
+)
 from tests.four_bits import read_weight
 from tests.parity.models import VOCAB
 from tests.parity.test_families import assert_near
@@ -195,8 +201,9 @@ def test_text_is_what_transformers_makes_of_a_checkpoint(
 
 def test_two_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
     target = make_llama(tmp_path, seed=4, intermediate=128, vocab=VOCAB)
-    whole = build(convert(target, tmp_path / "one"), "engine-1", *INT4)
-    split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT4)
+    whole = build_plain(build(convert(target, tmp_path / "one"), "engine-1", *INT4))
+    checkpoint = convert(target, tmp_path / "two", "--tp-size", 2)
+    split = build_plain(build(checkpoint, "engine-2", *INT4))
     assert_near(compute(load_ranks(split)), compute(load_ranks(whole)), "two ranks")
     parts = [
         int4.Int4Matrix(TensorFile(folder / file), "transformer.layers.1.mlp.proj")
@@ -232,7 +239,7 @@ def test_rounding_takes_the_scale_of_least_error() -> None:
 
 
 def test_a_folder_says_what_it_holds(parent: Path) -> None:
-    engine = parent / "redrafter-engine"
+    engine = build_plain(parent / "redrafter-engine")
     assert read_json(engine / "config.json")["torch_config"]["quantization"] == "int4"
     tensors = load_file(engine / WEIGHTS_NAME)
     names = {name for name, tensor in tensors.items() if tensor.dtype is torch.int8}
@@ -294,7 +301,7 @@ def test_damaged_engines_are_refused(
     import shutil
 
     engine = tmp_path / "engine"
-    shutil.copytree(parent / "draft-engine", engine)
+    build_plain(Path(shutil.copytree(parent / "draft-engine", engine)))
     tensors = load_file(engine / WEIGHTS_NAME)
     name = f"transformer.layers.1.mlp.proj.{kind}"
     changed = tensors.pop(name)

@@ -27,6 +27,7 @@ from specdec.files.reading import read_json
 from tests.conftest import make_llama
 from tests.engine.kernels import needs_compiler
 from tests.engines import (
+    build_plain,
     call,
     continue_greedily,
     list_requests,
@@ -92,7 +93,7 @@ def load_rounding(engine: Path) -> TorchEngine:
 
 def widen_engine(engine: Path, folder: Path) -> Path:
     """The engine without int8: its weights as the integers times their scales."""
-    shutil.copytree(engine, folder)
+    build_plain(Path(shutil.copytree(engine, folder)))
     tensors = load_file(folder / WEIGHTS_NAME)
     for name in list_integers(read_engine_config(engine).checkpoint.model):
         scales = tensors.pop(name_int8_scales(name))
@@ -134,7 +135,7 @@ def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) 
     from transformers import AutoModelForCausalLM
 
     target = make_llama(tmp_path, seed=3)
-    engine = build(convert(target, tmp_path / "checkpoint"), "engine", *INT8)
+    engine = build_plain(build(convert(target, tmp_path / "checkpoint"), "engine", *INT8))
     tensors = load_file(engine / WEIGHTS_NAME)
     model = AutoModelForCausalLM.from_pretrained(target)
     before = continue_greedily(model, PROMPTS, LIMIT)
@@ -194,7 +195,7 @@ def check_text(parent: Path, method: str, quantization: str) -> None:
 
 
 def test_folders_say_what_they_hold(parent: Path) -> None:
-    engine, wide = parent / "redrafter-engine", parent / "wide-engine"
+    engine, wide = build_plain(parent / "redrafter-engine"), parent / "wide-engine"
     assert read_json(engine / "config.json")["torch_config"]["quantization"] == "int8"
     assert read_json(engine / "manifest.json")["settings"]["quantization"] == "int8"
     assert read_json(wide / "config.json")["torch_config"]["quantization"] is None
@@ -217,7 +218,9 @@ def test_several_ranks_hold_the_experts_of_one(
 ) -> None:
     """Parts of each expert with the scales of its whole rows, or whole experts."""
     target = make_model(tmp_path / "hf", "MixtralForCausalLM-plain")
-    whole = load_file(build(convert(target, tmp_path / "one"), "engine-1", *INT8) / WEIGHTS_NAME)
+    whole = load_file(
+        build_plain(build(convert(target, tmp_path / "one"), "engine-1", *INT8)) / WEIGHTS_NAME
+    )
     checkpoint = convert(target, tmp_path / "two", "--tp-size", 2, *flags)
     split = build(checkpoint, "engine-2", *INT8, "--optimize", "none")
     ranks = [load_file(split / f"rank{rank}.safetensors") for rank in range(2)]
@@ -236,8 +239,9 @@ def test_several_ranks_hold_the_experts_of_one(
 def test_several_ranks_hold_the_weights_of_one(tmp_path: Path) -> None:
     """Scales are of whole rows, also where ranks hold a part of each, and here whole groups."""
     target = make_llama(tmp_path, seed=4, hidden=128, intermediate=128, vocab=VOCAB)
-    whole = build(convert(target, tmp_path / "one"), "engine-1", *INT8)
-    split = build(convert(target, tmp_path / "two", "--tp-size", 2), "engine-2", *INT8)
+    whole = build_plain(build(convert(target, tmp_path / "one"), "engine-1", *INT8))
+    checkpoint = convert(target, tmp_path / "two", "--tp-size", 2)
+    split = build_plain(build(checkpoint, "engine-2", *INT8))
     tensors = load_file(whole / WEIGHTS_NAME)
     ranks = [load_file(split / f"rank{rank}.safetensors") for rank in range(2)]
     for layer in range(2):
@@ -292,7 +296,7 @@ def set_scale(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
     ],
 )
 def test_damaged_engines_are_refused(engine: Path, change: Any, words: str) -> None:
-    tensors = load_file(engine / WEIGHTS_NAME)
+    tensors = load_file(build_plain(engine) / WEIGHTS_NAME)
     change(tensors)
     save_weights(tensors, engine / WEIGHTS_NAME)
     with pytest.raises(SpecDecError, match=words):

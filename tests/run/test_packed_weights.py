@@ -1,32 +1,40 @@
-"""Engines whose weights lie packed for this machine's kernels alongside the portable ones."""
+"""Engines that hold each matrix once: packed for this machine's kernels, or as it is."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
-from specdec.engine.layout import PACKED_FOLDER
+from specdec.decode.ranks.part import choose_device, list_options
+from specdec.engine.blocks import BlockMatrix
+from specdec.engine.engine_kernels import prefer_cpu
+from specdec.engine.integers import IntegerMatrix
+from specdec.engine.layout import PACKED_FOLDER, read_engine_config
 from specdec.engine.linear import Linear
-from specdec.engine.packed import identify_packing
+from specdec.engine.packed import identify_packing, take_packed
 from specdec.errors import SpecDecError
-from specdec.files.reading import hash_file
-from specdec.files.tensor_file import TensorFile
-from tests.conftest import make_drafter, make_eagle_drafter, make_llama
+from specdec.files.reading import hash_file, read_json, write_json
+from specdec.files.tensor_file import TensorFile, write_tensor_file
+from specdec.model.tensors import EMBEDDING
+from specdec.system.cache import find_cache
+from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_llama
 from tests.engine.kernels import needs_compiler
-from tests.engines import list_requests, make_engine, renew_sums, run_cli_here
+from tests.engines import build_plain, call, list_requests, make_engine, renew_sums, run_cli_here
 from tests.parity.models import make_model
 
 pytestmark = needs_compiler
 PACKED = Path(PACKED_FOLDER, "weights.safetensors")
-OTHER = "packed for another kind of processor"
+PYCODE = ROOT / "examples" / "pycode" / "target"
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +91,76 @@ def list_linears(engine: TorchEngine) -> list[Linear]:
 def test_nothing_of_a_target_is_packed_at_load(
     name: str, flags: list[object], dtype: str, tmp_path: Path
 ) -> None:
-    """Every matrix is the file's, and the text is what it is without the file."""
+    """Every matrix is the file's, and the text is what it is of weights that are not packed."""
     sizes = {"intermediate_size": 96} if "int4" in flags else {}  # whole groups
     target = make_model(tmp_path / "target", name, dtype=dtype, **sizes)
     folder = make_engine(tmp_path, target, build=flags)
     engine = TorchEngine(folder, device="cpu")
-    kernels = engine.decoder.kernels
-    assert kernels is not None
-    mapped = {packed.data_ptr() for _, packed in kernels._packed_by_address.values()}
-    own = [linear.packed for linear in list_linears(engine)]
-    assert len(own) > 8
-    for packed in own:
+    mapped = list_mapped(folder / PACKED)
+    linears = [linear.packed for linear in list_linears(engine)]
+    assert len(linears) > 8
+    for packed in linears:
         assert packed is not None
-        assert packed.data_ptr() in mapped
+        assert any(packed.data_ptr() in addresses for addresses in mapped)
         assert packed.data_ptr() % 64 == 0
     engine.close()
     expected = generate(folder)
-    shutil.rmtree(folder / PACKED_FOLDER)
-    assert generate(folder) == expected
+    assert generate(build_plain(folder)) == expected
+    assert not (folder / PACKED_FOLDER).exists()
+
+
+def make_tied(
+    parent: Path, target: Path, convert: Sequence[object] = (), build: Sequence[object] = ()
+) -> Path:
+    """An engine of a checkpoint whose head is the embedding, as GGUF files have it."""
+    checkpoint, engine = parent / "tied-ckpt", parent / "tied"
+    call("convert", "--model-dir", target, "--output-dir", checkpoint, *convert)
+    for file in checkpoint.glob("rank*.safetensors"):
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        del tensors["lm_head.weight"]
+        save_file(tensors, file)
+    renew_sums(checkpoint)
+    call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, *build)
+    return engine
+
+
+def list_mapped(path: Path) -> list[range]:
+    """Where a file is in this process's memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [line[0].split("-") for line in lines if line[-1] == str(path)]
+    return [range(int(start, 16), int(stop, 16)) for start, stop in ends]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("LlamaForCausalLM-biases", []),
+        ("LlamaForCausalLM-tied_head_dim", []),
+        ("LlamaForCausalLM-plain", ["--quantization", "int8"]),
+        ("LlamaForCausalLM-plain", ["--quantization", "int4", "--group-size", 32]),
+        ("Qwen2MoeForCausalLM-plain", []),
+        ("Qwen2MoeForCausalLM-plain", ["--quantization", "int8"]),
+    ],
+)
+def test_every_matrix_stands_once(name: str, flags: list[object], tmp_path: Path) -> None:
+    """By name, and by the bytes of an engine with matrices whose tiles are full."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    target = make_model(tmp_path / "target", name, dtype="bfloat16", **sizes)
+    make = make_tied if "tied" in name else make_engine
+    folder = make(tmp_path, target, build=flags)
+    plain, packed = TensorFile(folder / "weights.safetensors"), TensorFile(folder / PACKED)
+    assert not plain.tensors.keys() & packed.tensors.keys()
+    kept = {name for name, info in plain.tensors.items() if len(info.shape) > 1}
+    assert all("embedding" in name or "router" in name or "gate" in name for name in kept)
+    if "tied" in name:
+        assert not kept, "the embedding is packed, and its rows are looked up there"
+    num_bytes = sum(i.num_bytes for file in (plain, packed) for i in file.tensors.values())
+    build_plain(folder)
+    whole = TensorFile(folder / "weights.safetensors").tensors
+    assert {*plain.tensors, *packed.tensors} <= whole.keys()
+    expected = sum(info.num_bytes for info in whole.values())
+    # Packed integers have a header each; experts and shared ones are filled up to whole tiles.
+    assert expected <= num_bytes < (1.3 if flags else 1.15) * expected
 
 
 def test_every_rank_has_its_own(tmp_path: Path) -> None:
@@ -111,16 +171,46 @@ def test_every_rank_has_its_own(tmp_path: Path) -> None:
     names = {"rank0.safetensors", "rank1.safetensors", "drafter.safetensors"}
     assert {path.name for path in packed.iterdir()} == names
     expected = generate(folder)
-    shutil.move(packed, tmp_path / "packed")
-    assert generate(folder) == expected
-    shutil.move(tmp_path / "packed", packed)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert generate(build_plain(copy)) == expected
     shutil.copyfile(packed / "rank0.safetensors", packed / "rank1.safetensors")
     with pytest.raises(SpecDecError, match=r"rank1\.safetensors was written as 'packed/rank0"):
         generate(folder)
 
 
+@pytest.mark.parametrize("flags", [[], ["--use-parallel-embedding"]])
+def test_a_tied_embedding_of_ranks(flags: list[object], tmp_path: Path) -> None:
+    """Packed where each rank's head is its part of the embedding; a drafter reads the whole."""
+    target = make_llama(tmp_path, hidden=56, intermediate=50, tied=True)
+    drafter = make_drafter(tmp_path, hidden=56, exit_dim=34)
+    folder = make_tied(tmp_path, target, ["--drafter-model-dir", drafter, "--tp-size", 2, *flags])
+    packed = TensorFile(folder / PACKED_FOLDER / "rank0.safetensors").tensors
+    assert (EMBEDDING in packed) == bool(flags)
+    expected = generate(folder)
+    assert generate(folder, speculate=False) == expected == generate(build_plain(folder))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["redrafter", "eagle"])
+def test_a_drafter_reads_a_tied_embedding(kind: str, dtype: str, tmp_path: Path) -> None:
+    target = make_llama(tmp_path, tied=True, dtype=dtype)
+    make = make_drafter if kind == "redrafter" else make_eagle_drafter
+    flag = "--drafter-model-dir" if kind == "redrafter" else "--eagle-model-dir"
+    drafter = make(tmp_path, dtype=dtype)
+    folder = make_tied(tmp_path, target, [flag, drafter])
+    assert EMBEDDING in TensorFile(folder / PACKED).tensors
+    texts, accepted = generate_counting(folder)
+    assert (texts, accepted) == generate_counting(build_plain(folder))
+
+
+def generate_counting(folder: Path) -> tuple[list[list[int]], int]:
+    with_drafts = TorchEngine(folder, device="cpu")
+    results = with_drafts.generate(list_requests([[5, 9, 17, 3], [8]], 20))
+    with_drafts.close()
+    return [r.output_ids for r in results], sum(r.stats.num_accepted for r in results)
+
+
 def test_it_is_left_out_on_request(tmp_path: Path) -> None:
-    """As in engines of earlier versions."""
     target = make_llama(tmp_path)
     folder = make_engine(tmp_path, target, build=["--packed-weights", "disable"])
     assert not (folder / PACKED_FOLDER).exists()
@@ -128,6 +218,19 @@ def test_it_is_left_out_on_request(tmp_path: Path) -> None:
     assert generate(make_engine(tmp_path, target, convert=["--workers", 1])) == expected
     plain = make_engine(tmp_path, target, optimize="none")
     assert not (plain / PACKED_FOLDER).exists()
+
+
+def test_where_a_gpu_runs_the_engine_nothing_is_packed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    checkpoint, engine = next(folder.parent.glob("ckpt-*")), tmp_path / "engine"
+    build = ["build", "--checkpoint-dir", checkpoint, "--output-dir", engine]
+    assert "torch sees a GPU" in run_cli_here(*build).stderr
+    assert not (engine / PACKED_FOLDER).exists()
+    assert run_cli_here(*build, "--packed-weights", "enable", "--force").returncode == 0
+    assert (engine / PACKED).exists()
+    assert choose_device(prefer_cpu("auto", engine, read_engine_config(engine)), 1).type == "cpu"
 
 
 def test_asked_for_without_kernels_it_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -165,27 +268,114 @@ def test_a_build_writes_the_same_bytes_again(folder: Path, tmp_path: Path) -> No
     assert hash_file(again / PACKED) == hash_file(folder / PACKED)
 
 
-def set_packing(engine: Path) -> None:
-    """Let the packed weights be those of kernels that pack otherwise."""
-    own = TensorFile(engine / PACKED).metadata["packing"].encode()
+def change_config(engine: Path, **options: Any) -> None:
+    config = read_json(engine / "config.json")
+    config["torch_config"].update(options)
+    write_json(engine / "config.json", config)
+
+
+def set_packing(engine: Path) -> tuple[str, str]:
+    """Let an engine be packed for kernels that pack otherwise; return both packings."""
+    packing = TensorFile(engine / PACKED).metadata["packing"]
+    other = packing[::-1]
     data = (engine / PACKED).read_bytes()
-    assert data.count(own) == 1
-    # What is in the file would show in the text if it were taken.
-    start = TensorFile(engine / PACKED).get_offset(next(iter(TensorFile(engine / PACKED).tensors)))
-    data = data.replace(own, own[::-1])
-    (engine / PACKED).write_bytes(data[:start] + bytes(len(data) - start))
+    assert data.count(packing.encode()) == 1
+    (engine / PACKED).write_bytes(data.replace(packing.encode(), other.encode()))
+    change_config(engine, packing=other)
     renew_sums(engine)
+    return packing, other
 
 
-def test_weights_that_were_packed_for_other_kernels_are_not_taken(
-    folder: Path, engine: Path, caplog: pytest.LogCaptureFixture
+def run(engine: Path, *flags: object) -> Any:
+    words = ["--engine-dir", engine, "--input-file", "-", "--max-output-len", 4]
+    return run_cli_here("run", *words, *flags, stdin='{"input_ids": [5]}')
+
+
+def follow(hint: str, engine: Path) -> list[str]:
+    """The command that a hint ends with, without its program."""
+    words = shlex.split(hint[hint.index("specdec build") :])
+    assert words[-2:] == [f"--output-dir={engine}", "--force"]
+    return words[1:]
+
+
+def test_an_engine_for_other_kernels_is_refused(folder: Path, engine: Path) -> None:
+    """With both packings named; the command of the hint makes it right."""
+    packing, other = set_packing(engine)
+    done, doctor = run(engine), run_cli_here("doctor", "--engine-dir", engine)
+    assert (done.returncode, done.stdout, doctor.returncode) == (1, "", 1)
+    error, hint = done.stderr.splitlines()[-2:]
+    assert f"packed as {other} (for " in error
+    assert f"the kernels here pack as {packing} (for " in error
+    assert f"packed as {other}" in doctor.stdout + doctor.stderr
+    assert run_cli_here(*follow(hint, engine)).returncode == 0
+    assert generate(engine) == generate(folder)
+
+
+def test_without_a_compiler_a_packed_engine_is_refused(
+    folder: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = generate(folder)
-    assert OTHER not in caplog.text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    done, doctor = run(engine), run_cli_here("doctor", "--engine-dir", engine)
+    assert (done.returncode, done.stdout, doctor.returncode) == (1, "", 1)
+    error, hint = done.stderr.splitlines()[-2:]
+    packing = read_json(engine / "config.json")["torch_config"]["packing"]
+    assert f"packed as {packing} (for " in error
+    assert "no C++ compiler" in error
+    assert "take the engine's own copy" in hint
+    assert run_cli_here(*follow(hint, engine)).returncode == 0
+    assert run(engine).returncode == 0
+    assert not (engine / PACKED_FOLDER).exists()
+
+
+def test_on_a_gpu_a_packed_engine_is_refused(engine: Path) -> None:
+    config = read_engine_config(engine)
+    with pytest.raises(SpecDecError, match=f"packed as {config.packing} .*cuda reads none") as info:
+        list_options(config, engine, torch.device("cuda"))
+    assert info.value.hint.startswith("use --device cpu, or build it again for both: specdec build")
+    assert run_cli_here(*follow(info.value.hint, engine)).returncode == 0
+    options = list_options(read_engine_config(engine), engine, torch.device("cuda"))
+    assert options["kernels"] is None
+
+
+@pytest.mark.parametrize("version", [None, 1, 3, "two"])
+def test_an_engine_of_another_format_is_refused(engine: Path, version: Any) -> None:
+    """As those that held each matrix twice."""
+    config = read_json(engine / "config.json")
+    del config["torch_config"]["format"]
+    write_json(engine / "config.json", config)
+    if version is not None:
+        change_config(engine, format=version)
+    for done in (run(engine), run_cli_here("doctor", "--engine-dir", engine)):
+        assert done.returncode == 1
+        error, hint = done.stderr.splitlines()[-2:]
+        assert (
+            f"is an engine of format {version or 1!r}, this version of specdec reads format 2"
+            in error
+        )
+    assert run_cli_here(*follow(hint, engine)).returncode == 0
+    assert run(engine).returncode == 0
+    (engine / "manifest.json").unlink()
+    change_config(engine, format=1)
+    assert "--checkpoint-dir=CHECKPOINT" in run(engine).stderr
+
+
+def test_a_cached_engine_for_other_kernels_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = find_cache()
+    assert kept is not None
+    shutil.copytree(kept / "kernels", tmp_path / "cache" / "kernels")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["generate", "--model-dir", PYCODE, "def add(", "--max-output-len", 4]
+    first = run_cli_here(*words)
+    assert first.returncode == 0, first.stderr
+    (engine,) = (tmp_path / "cache" / "generate").glob("*/engine")
     set_packing(engine)
-    assert generate(engine) == expected
-    assert caplog.text.count(OTHER) == 1
-    assert "build the engine again on this machine" in caplog.text
+    done = run_cli_here(*words)
+    assert (done.returncode, done.stdout) == (0, first.stdout), done.stderr
+    assert "it is built again" in done.stderr
+    assert "built again" not in run_cli_here(*words).stderr
 
 
 def test_the_packing_is_told_by_what_kernels_do(
@@ -246,7 +436,31 @@ def test_what_is_damaged_is_refused(
         done = run_cli_here(*command, stdin='{"input_ids": [5]}')
         assert done.returncode == 1
         assert f"packed/weights.safetensors {fact}" in done.stderr
-        assert "or remove" in done.stderr
+
+
+def test_files_of_two_builds_are_not_mixed(engine: Path) -> None:
+    """Nor is a matrix that is there twice taken, or one that stands for nothing known."""
+    change_config(engine, packing="another")
+    assert "config.json says another" in run(engine).stderr
+    change_config(engine, packing=None)
+    assert "missing: " in run(engine).stderr
+    change_config(engine, packing=TensorFile(engine / PACKED).metadata["packing"])
+    portable = build_plain(Path(shutil.copytree(engine, engine.parent / "portable")))
+    shutil.copyfile(portable / "weights.safetensors", engine / "weights.safetensors")
+    assert f"which packed/{PACKED.name} has too" in run(engine).stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"a.weight": ["float32", 0]}', '{"a.weight": ["float32", 2]}']
+)
+def test_a_file_says_what_its_matrices_stand_for(engine: Path, text: str) -> None:
+    file = TensorFile(engine / PACKED)
+    metadata = file.metadata | {"replaced": text}
+    path = (engine / PACKED).with_suffix(".new")
+    write_tensor_file(path, file.tensors, file.read, metadata, 64)
+    path.replace(engine / PACKED)
+    renew_sums(engine)
+    assert "does not say which tensors its matrices stand for" in run(engine).stderr
 
 
 def test_a_packed_matrix_that_cannot_be_one(engine: Path) -> None:
@@ -255,20 +469,27 @@ def test_a_packed_matrix_that_cannot_be_one(engine: Path) -> None:
     kernels = loaded.decoder.kernels
     assert kernels is not None
     weight = torch.zeros(5, 70, dtype=kernels.dtype)
-    codes = torch.zeros(6, 64, dtype=torch.int8)
-    packed = kernels.pack_integers(codes, torch.ones(6, 1), bits=8, group=64)
-    damaged = packed.clone()
+    integers = IntegerMatrix(8, torch.zeros(6, 64, dtype=torch.int8), torch.ones(6, 1))
+    packed, packed_integers = kernels.pack_matrix(weight), integers.pack(kernels)
+    damaged = packed_integers.clone()
     damaged[8 * 6] ^= 1  # has input scales
-    for wrong in (kernels.pack_matrix(weight)[:, :-1], packed):
-        kernels.add_packed(weight, wrong)
-        with pytest.raises(SpecDecError, match="of another matrix"):
-            kernels.pack_matrix(weight)
-    for wrong in (damaged, packed[:-64]):
-        kernels.add_packed(codes, wrong)
-        with pytest.raises(SpecDecError, match="of another matrix"):
-            kernels.pack_integers(codes, torch.ones(6, 1), bits=8, group=64)
-    kernels.add_packed(codes, packed)
-    assert kernels.pack_integers(codes, torch.ones(6, 1), bits=8, group=64) is packed
+    blocks = BlockMatrix(torch.zeros(40, 68, dtype=torch.uint8), torch.tensor([8] * 40).byte())
+    packed_blocks = blocks.pack(kernels)
+    for numbers, matrix in (
+        (packed[:, :-1], weight), (packed_integers, weight), (packed.float(), weight),
+        (packed, integers), (damaged, integers), (packed_integers[:-64], integers),
+        (packed_blocks, integers), (packed_integers, blocks), (packed_blocks[:-64], blocks),
+    ):  # fmt: skip
+        with pytest.raises(SpecDecError, match="which is not a matrix"):
+            take_packed(numbers, matrix, "a file", kernels)
+    for numbers, matrix, shape in (
+        (packed, weight, (5, 70)), (packed_integers, integers, (6, 64)),
+        (packed_blocks, blocks, (40, 64)),
+    ):  # fmt: skip
+        taken = take_packed(numbers, matrix, "a file", kernels)
+        assert (taken.numbers.data_ptr(), taken.shape) == (numbers.data_ptr(), shape)
+    with pytest.raises(ValueError, match="of integers"):
+        take_packed(packed_integers, integers, "a file", kernels).unpack()
     loaded.close()
 
 
@@ -281,5 +502,4 @@ def test_a_drafters_matrices_are_mapped(tmp_path: Path) -> None:
     assert "eagle_nets.0.drafter.fc.weight" in names
     assert not any("eagle" in name and ".mlp.fc." in name for name in names)
     expected = generate(folder)
-    shutil.rmtree(folder / PACKED_FOLDER)
-    assert generate(folder) == expected
+    assert generate(build_plain(folder)) == expected

@@ -7,11 +7,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from specdec.decode.cost_table import CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
+from specdec.engine.native_matrices import Weight
 from specdec.errors import UsageError
 from specdec.files.acceptance import read_acceptance
 from specdec.methods import CHAIN_MEMBERS, METHODS, Method
@@ -223,7 +222,7 @@ def load_module(method: Method) -> Any:
 def make_drafter(
     engine: EngineHandle,
     methods: Methods,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Weight],
     drafting: Drafting | None,
     find_costs: FindCosts,
 ) -> Drafter:
@@ -262,7 +261,7 @@ def _make_member(method: Method, context: DraftContext, options: Any) -> Drafter
     return drafter
 
 
-def _widen_weights(engine: EngineHandle, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _widen_weights(engine: EngineHandle, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
     """Return a drafter's weights, with numbers in the place of integers that it cannot read."""
     config, decoder = engine.config, engine.decoder
     checkpoint = config.checkpoint

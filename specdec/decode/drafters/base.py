@@ -25,6 +25,7 @@ from specdec.engine.graphs import Graphs, StepGraphs
 from specdec.engine.kv_cache import POSITION_BLOCK
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
+from specdec.engine.native_matrices import Weight
 from specdec.engine.step import States
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
@@ -206,7 +207,7 @@ class DraftContext:
 
     decoder: Decoder
     params: DrafterParams | None = None
-    weights: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
     options: Any = None
     engine: EngineHandle | None = None
     tokenizer: Any = None

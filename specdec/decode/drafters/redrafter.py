@@ -37,10 +37,12 @@ def make_drafter(context: DraftContext) -> BeamDrafter:
             "--redrafter-tree-tokens: this engine's search is a network, which keeps its beams",
             "leave it out, or build with --backend torch",
         )
+    embedding = context.weights[EMBEDDING]
+    assert not isinstance(embedding, tuple)
     head = context.network or ReDrafterHead(
         params,
         context.weights,
-        context.weights[EMBEDDING],
+        embedding,
         prepack=decoder.is_prepacked,
         kernels=decoder.kernels,
     )
@@ -62,7 +64,8 @@ class BeamDrafter(HiddenStateDrafter):
 
     def fit_budget(self) -> BeamDrafter:
         """On a CPU, what says how sure it is of a token."""
-        if self.head.embedding.device.type != "cpu":  # there a search is one graph
+        embedding = self.head.embedding
+        if isinstance(embedding, Tensor) and not embedding.is_cpu:  # there a search is one graph
             return self
         return BeamTreeDrafter(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
 

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from specdec.engine.decoder import Decoder
+from specdec.engine.engine_kernels import load_engine_kernels
 from specdec.engine.group import Group
-from specdec.engine.kernel_cache import find_fault, list_entries
-from specdec.engine.layout import EngineConfig, name_weight_file, read_engine_config
+from specdec.engine.layout import (
+    EngineConfig,
+    name_weight_file,
+    read_engine_config,
+)
 from specdec.engine.linear import can_prepack
 from specdec.engine.loading import load_weights
-from specdec.engine.native import NativeKernels, load_kernels
 from specdec.engine.verification import Verification
 from specdec.errors import SpecDecError
 from specdec.files.backends import TENSORRT, find_backend, read_backend
@@ -46,7 +49,7 @@ def load_decoder(folder: Path, device: torch.device, group: Group) -> Decoder:
 
 def list_options(config: EngineConfig, folder: Path, device: torch.device) -> dict[str, Any]:
     """Return the arguments of an engine's decoder besides its model and weights."""
-    kernels = _load_kernels(config, folder, device)
+    kernels = load_engine_kernels(config, folder, device)
     algorithm = config.checkpoint.quantization.quant_algo
     integers = config.quantization or (algorithm if algorithm in INT4_ALGORITHMS else None)
     if algorithm == GGUF and kernels is None:
@@ -101,22 +104,3 @@ def choose_device(name: str, num_ranks: int, devices: Sequence[int] | None = Non
             f"name one of 0 to {num_gpus - 1}; two models may share it",
         )
     return torch.device("cuda", devices[0])
-
-
-def _load_kernels(config: EngineConfig, folder: Path, device: torch.device) -> NativeKernels | None:
-    if device.type != "cpu" or config.kernels is None:
-        return None
-    try:
-        return load_kernels(config.kernels, TORCH_DTYPES[config.checkpoint.model.dtype])
-    except SpecDecError as error:
-        hint = error.hint
-        if any(find_fault(path) is None for path in list_entries(folder, config.kernels)):
-            hint = (
-                f"install g++, or set SPECDEC_CACHE_DIR={folder} to take the engine's own copy,"
-                " which is code from whoever built it"
-            )
-        logger.warning(
-            "native kernels: %s; torch's own operators run in their place, slower: %s",
-            error.message, hint,
-        )  # fmt: skip
-        return None

@@ -275,7 +275,7 @@ struct BlockMatrix {
 // then minima.
 struct Block {
   const uint8_t *whole;
-  uint8_t codes[256], scales[2][16];
+  uint8_t codes[256], scales[2][16], halves[4];
 };
 
 inline void split_halves(const uint8_t *from, int64_t count, uint8_t *low, uint8_t *high) {
@@ -341,6 +341,35 @@ void put_block(const Block &block, int64_t first, int64_t j, char *tile) {
     char *to = unit + (Matrix::kScaleSteps + steps) * kStepBytes + 4 * j;
     for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
       std::memcpy(to + step * kStepBytes, &words[step], 4);
+  }
+}
+
+// Takes a block of output j, whose inputs begin at `first`, out of its tile, as `read_block` reads it.
+template <typename Matrix>
+void take_block(const char *tile, int64_t first, int64_t j, Block &block) {
+  constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
+  constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
+  const char *unit = tile + first / kUnit * Matrix::kUnitSteps * kStepBytes;
+  const int64_t first_group = first % kUnit / Matrix::kGroup;
+  block.whole = block.halves;
+  for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
+    uint8_t *whole = block.halves + 2 * list, *own = Matrix::kIsSuper ? block.scales[list] : whole;
+    if (Matrix::kIsSuper) std::memcpy(whole, unit + 2 * (list * kTile + j), 2);
+    for (int64_t g = 0; g < kBlockGroups; ++g)
+      std::memcpy(own + g, unit + Matrix::find_scales(first_group + g, list) + kSize * j, kSize);
+  }
+  for (int64_t g = 0; g < kBlockGroups; ++g) {
+    const int64_t steps = Matrix::kScaleSteps + (first_group + g) * Matrix::kCodeSteps;
+    const char *from = unit + steps * kStepBytes + 4 * j;
+    uint32_t words[Matrix::kCodeSteps];
+    for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
+      std::memcpy(&words[step], from + step * kStepBytes, 4);
+    for (int64_t part = 0; part < Matrix::kParts; ++part) {
+      uint32_t bytes = words[Matrix::kBits == 8 ? part : part / 2];
+      if (Matrix::kBits < 8) bytes = bytes >> part % 2 * 4 & 0x0f0f0f0fu;
+      if (Matrix::kBits == 6) bytes |= (words[Matrix::kParts / 2] >> 2 * part & 0x03030303u) << 4;
+      std::memcpy(block.codes + g * Matrix::kGroup + 4 * part, &bytes, 4);
+    }
   }
 }
 
@@ -428,6 +457,30 @@ inline int64_t widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, cons
   return count;
 }
 
+inline const BlockRows *find_next(const BlockRows *part) {
+  return reinterpret_cast<const BlockRows *>(reinterpret_cast<const char *>(part) + part->next);
+}
+
+// Rows of a packed matrix's weights, [count, depth]; returns what `unpack_rows` does.
+inline int64_t unpack_block_rows(const BlockRows *packed, const int64_t *rows, int64_t count, float *out) {
+  if (const int64_t inside = count_rows_inside(rows, count, packed->N); inside < count) return inside;
+  for_each(count, count * packed->depth > kParallelWork, [&](int64_t n) {
+    const BlockRows *part = packed;
+    int64_t row = rows[n];
+    for (; row >= part->rows && part->next != 0; part = find_next(part)) row -= part->rows;
+    with_blocks(part->type, part->depth, reinterpret_cast<const char *>(part + 1), [&](const auto &w) {
+      typedef typename std::decay<decltype(w)>::type Matrix;
+      const char *tile = w.tiles + row / kTile * w.tile_bytes;
+      Block block{};
+      for (int64_t i = 0; i < w.depth; i += Matrix::kBlockInputs) {
+        take_block<Matrix>(tile, i, row % kTile, block);
+        widen_block<Matrix>(block, out + n * w.depth + i);
+      }
+    });
+  });
+  return count;
+}
+
 // y[M][N] = x[M][depth] W^T + bias.
 template <typename X, typename B, typename O>
 void multiply_parts(const X *x, int64_t M, const BlockRows *part, const B *bias, int64_t N, O *y) {
@@ -438,7 +491,7 @@ void multiply_parts(const X *x, int64_t M, const BlockRows *part, const B *bias,
     });
     if (part->next == 0) return;
     output += part->rows;
-    part = reinterpret_cast<const BlockRows *>(reinterpret_cast<const char *>(part) + part->next);
+    part = find_next(part);
   }
 }
 

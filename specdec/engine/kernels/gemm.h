@@ -105,6 +105,27 @@ inline int64_t count_steps(int64_t depth) {
   return (depth + Packing<E>::kElements - 1) / Packing<E>::kElements;
 }
 
+inline int64_t count_rows_inside(const int64_t *rows, int64_t count, int64_t N) {
+  for (int64_t n = 0; n < count; ++n)
+    if (rows[n] < 0 || rows[n] >= N) return n;
+  return count;
+}
+
+// A row of a packed matrix, whose numbers are read one by one.
+template <typename E>
+struct PackedRow {
+  typedef Packing<E> P;
+  const E *tile;
+  int64_t output;
+
+  PackedRow(const E *packed, int64_t depth, int64_t row)
+      : tile(packed + row / kTile * count_steps<E>(depth) * kTile * P::kElements), output(row % kTile) {}
+
+  E operator[](int64_t i) const {
+    return tile[i / P::kElements * kTile * P::kElements + P::place(output, i % P::kElements)];
+  }
+};
+
 // Keeps a value in a register from here on, and no compiler knows why: so it neither puts the instruction off
 // nor makes another one of it and the next.
 template <typename V>
@@ -522,6 +543,18 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
       }
     }
   });
+}
+
+// Rows of a packed matrix [N, depth], [count, depth]. Returns how many of their numbers are below N, up to
+// the first that is not: then nothing is written.
+template <typename E>
+int64_t unpack_rows(const E *packed, int64_t N, int64_t depth, const int64_t *rows, int64_t count, E *out) {
+  if (const int64_t inside = count_rows_inside(rows, count, N); inside < count) return inside;
+  for_each(count, count * depth > kParallelWork, [&](int64_t n) {
+    const PackedRow<E> row(packed, depth, rows[n]);
+    for (int64_t i = 0; i < depth; ++i) out[n * depth + i] = row[i];
+  });
+  return count;
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *
 template <typename P, typename E>
 struct Drafter {
   const E *embedding;
+  bool is_embedding_packed;
   const P *rnn_w, *rnn_u;
   const E *rnn_u_bias;
   const P *context_proj, *state_proj;
@@ -93,12 +94,17 @@ struct Drafter {
   int64_t V, H, X;
 
   int64_t name(int64_t output) const { return drafted != nullptr ? drafted[output] : output; }
+
+  void embed(int64_t token, float *out) const {
+    const PackedRow<E> packed(embedding, H, is_embedding_packed ? token : 0);
+    for (int64_t i = 0; i < H; ++i) out[i] = to_float(is_embedding_packed ? packed[i] : embedding[token * H + i]);
+  }
 };
 
 // Sizes of B searches, as specdec/engine/native.py writes them: W beams (or nodes of each level) of L
 // tokens, N nodes of a tree, V, H and X of the drafter, C candidates of a beam.
 struct SearchShape {
-  int64_t B, W, L, N, V, H, X, C, is_integer;
+  int64_t B, W, L, N, V, H, X, C, is_integer, is_embedding_packed;
 };
 
 // B searches by such a drafter, W nodes of each at every level but the first, whose only node is the
@@ -127,8 +133,7 @@ struct Search {
     const Drafter<P, E> &d = drafter;
     const int64_t M = B * width, H = d.H, X = d.X;
     const E *none = nullptr;
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t i = 0; i < H; ++i) embedded[m * H + i] = to_float(d.embedding[last[m] * H + i]);
+    for (int64_t m = 0; m < M; ++m) d.embed(last[m], &embedded[m * H]);
     if (d.rnn_w != nullptr) {
       multiply(embedded.data(), M, H, d.rnn_w, none, H, first.data());
       if (level > 0) multiply(state.data(), M, H, d.rnn_u, d.rnn_u_bias, H, second.data());
