@@ -13,7 +13,7 @@ from benchmarks.run_all import list_steps, main, parse_args, run_steps
 BENCHMARKS = Path(run_all.__file__).parent
 # grow.py makes models, drafters.py drafters; run_all.py runs the others; field.py needs files
 # that do not ship.
-NO_BENCHMARKS = {"__init__", "field", "grow", "drafters", "run_all"}
+NO_BENCHMARKS = {"__init__", "field", "grow", "drafters", "pace_share", "run_all"}
 
 
 @pytest.mark.parametrize("size", ["full", "pycode"])

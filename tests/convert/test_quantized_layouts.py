@@ -176,7 +176,7 @@ def test_int4_codes_are_the_nearest(convert: Converter, tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{pair}.prequant_scaling_factor"].float(), prequant)
     assert has_scales
     assert 1 < len(kept)
-    assert kept <= set(search.KEPT)
+    assert kept <= set(search.KEPT_SHARES)
 
 
 def test_the_report_is_what_the_checkpoint_costs(convert: Converter, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from specdec.trtllm.environment import Environment
 from tests.conftest import make_drafter, make_llama
 from tests.convert.fuzzing import attempt, fuzz
 from tests.convert.test_fuzz_configs import VALUES, change
-from tests.doctor.test_doctor import MACHINE
+from tests.doctor.test_doctor import MACHINE, put
 from tests.engines import make_engine
 
 MAX_POSITIONS = 10**5  # of engines that are also loaded here
@@ -50,7 +50,7 @@ def read(engine: Path) -> SpecDecError | None:
     if config is None:
         return error
     problems, _ = attempt(lambda: find_engine_problems(engine, config))
-    found, _ = attempt(lambda: check_engine(engine, MACHINE, Environment()))
+    found, _ = attempt(lambda: check_engine(engine, put(MACHINE, Environment())))
     assert found is not None
     assert found["can_run"] == (not problems)
     if problems or config.build.max_seq_len > MAX_POSITIONS:

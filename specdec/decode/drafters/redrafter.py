@@ -37,15 +37,17 @@ def make_drafter(context: DraftContext) -> BeamDrafter:
             "--redrafter-tree-tokens: this engine's search is a network, which keeps its beams",
             "leave it out, or build with --backend torch",
         )
-    embedding = context.weights[EMBEDDING]
-    assert not isinstance(embedding, tuple)
-    head = context.network or ReDrafterHead(
-        params,
-        context.weights,
-        embedding,
-        prepack=decoder.is_prepacked,
-        kernels=decoder.kernels,
-    )
+    head = context.network
+    if head is None:
+        embedding = context.weights[EMBEDDING]
+        assert not isinstance(embedding, tuple)
+        head = ReDrafterHead(
+            params,
+            context.weights,
+            embedding,
+            prepack=decoder.is_prepacked,
+            kernels=decoder.kernels,
+        )
     if num_tokens is not None:
         return BeamTreeDrafter(head, num_tokens)
     drafter = BeamDrafter(head, context.graphs)
