@@ -94,8 +94,35 @@ def write_gguf(path: Path, kinds: Mapping[str, int]) -> Path:
     norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(2) for n in ("attn", "ffn"))]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    finish(writer)
+    return path
+
+
+# Rows of the matrices of a Llama with one layer and a width of 256, and its norms.
+LLAMA_ROWS = {
+    "token_embd": 32, "blk.0.attn_q": 256, "blk.0.attn_k": 128, "blk.0.attn_v": 128,
+    "blk.0.attn_output": 256, "blk.0.ffn_gate": 256, "blk.0.ffn_up": 256, "blk.0.ffn_down": 256,
+}  # fmt: skip
+LLAMA_NORMS = "output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"
+
+
+def begin_llama(path: Path, architecture: str = "llama", **metadata: Any) -> gguf.GGUFWriter:
+    """Begin a GGUF file of that Llama, without tensors; `__` in a key of metadata is a dot."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {
+        "context_length": 64, "embedding_length": 256, "block_count": 1,
+        "feed_forward_length": 256, "head_count": 4, "head_count_kv": 2,
+        "layer_norm_rms_eps": 1e-5,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what a writer has, and close its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

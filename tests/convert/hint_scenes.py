@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.methods import FOLDERS
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
-from tests.blocks import write_gguf
+from tests.blocks import LLAMA_NORMS, LLAMA_ROWS, begin_llama, finish, write_gguf
 from tests.conftest import (
     make_dflash_drafter,
     make_drafter,
@@ -356,32 +356,17 @@ def put_gguf(
     """Write a GGUF file of a tiny Llama; without: a tensor that is left out, or all of them."""
 
     def change(scene: Scene) -> None:
-        writer = gguf.GGUFWriter(scene[name], architecture)
-        for key, value in {
-            "context_length": 64, "embedding_length": 256, "block_count": 1,
-            "feed_forward_length": 256, "head_count": 4, "head_count_kv": 2,
-            "layer_norm_rms_eps": 1e-5,
-        }.items():  # fmt: skip
-            getattr(writer, f"add_{key}")(value)
-        for key, value in metadata.items():
-            writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-        sizes = {"attn_k": 128, "attn_v": 128} | dict.fromkeys(
-            ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), 256
-        )
-        rows = {"token_embd": 32} | {f"blk.0.{module}": size for module, size in sizes.items()}
+        writer = begin_llama(scene[name], architecture, **metadata)
         chosen = gguf.GGMLQuantizationType[kind]
-        for module, num_rows in rows.items():
+        for module, num_rows in LLAMA_ROWS.items():
             values = np.random.default_rng(num_rows).normal(0, 0.06, (num_rows, 256))
             if without not in (f"{module}.weight", "all"):
                 data = gguf.quants.quantize(values.astype(np.float32), chosen)
                 writer.add_tensor(f"{module}.weight", data, raw_dtype=chosen)
-        for norm in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        for norm in LLAMA_NORMS:
             if without != "all":
                 writer.add_tensor(f"{norm}.weight", np.ones(256, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
 
     return change
 

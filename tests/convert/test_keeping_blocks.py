@@ -16,7 +16,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.gguf.model import GgufModel
 from specdec.model.blocks import dequantize
-from tests.blocks import write_gguf
+from tests.blocks import finish, write_gguf
 from tests.conftest import make_drafter
 from tests.engine.kernels import needs_compiler
 from tests.engines import call
@@ -112,10 +112,7 @@ def rewrite(name: str, path: Path, kinds: tuple[int, ...], inner: int = 0) -> Pa
         if values.ndim > 1 and values.shape[-1] % 32 == 0 and "gate_inp" not in tensor.name:
             kind = gguf.GGMLQuantizationType(kinds[number % len(kinds)])
         writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

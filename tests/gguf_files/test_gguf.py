@@ -29,6 +29,7 @@ from specdec.gguf.model import GgufModel
 from specdec.gguf.names import order_turned
 from specdec.gguf.tokenizer import TokenizerMaker
 from specdec.text.pretrained import load_model, load_tokenizer
+from tests.blocks import LLAMA_NORMS, LLAMA_ROWS, begin_llama, finish
 from tests.covering import cover
 from tests.engines import call, reset_accelerator, run_cli_here
 from tests.families import EXPERTS, HYBRIDS, make_family_model
@@ -74,36 +75,20 @@ def list_mtp(name: str) -> list[str]:
 
 def write_gguf(path: Path, kind: str = "F32", **more: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Write a llama of random weights, matrices in a type; return the file's own arrays."""
-    writer = gguf.GGUFWriter(path, more.pop("architecture", "llama"))
-    for key, value in {
-        "context_length": 64, "embedding_length": 256, "block_count": 1,
-        "feed_forward_length": 256, "head_count": 4, "head_count_kv": 2,
-        "layer_norm_rms_eps": 1e-5,
-    }.items():  # fmt: skip
-        getattr(writer, f"add_{key}")(value)
-    for key, value in more.items():
-        writer.add_key_value(
-            key.replace("__", "."), value,
-            gguf.GGUFValueType.get_type(value),
-        )  # fmt: skip
+    writer = begin_llama(path, **more)
     generator, arrays = np.random.default_rng(0), {}
     chosen = getattr(gguf.GGMLQuantizationType, kind)
     block, num_bytes = gguf.GGML_QUANT_SIZES[chosen]
-    for name, rows in {"token_embd": 32, "blk.0.attn_q": 256, "blk.0.attn_k": 128,
-                       "blk.0.attn_v": 128, "blk.0.attn_output": 256, "blk.0.ffn_gate": 256,
-                       "blk.0.ffn_up": 256, "blk.0.ffn_down": 256}.items():  # fmt: skip
+    for name, rows in LLAMA_ROWS.items():
         shape = (rows, 256 // block * num_bytes)
         arrays[f"{name}.weight"] = data = generator.integers(0, 256, shape, np.uint8)
         if kind == "F32":
             data = generator.standard_normal((rows, 256)).astype(np.float32)
             arrays[f"{name}.weight"] = data
         writer.add_tensor(f"{name}.weight", data, raw_dtype=None if kind == "F32" else chosen)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+    for name in LLAMA_NORMS:
         writer.add_tensor(f"{name}.weight", np.ones(256, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return arrays
 
 
@@ -124,10 +109,7 @@ def edit(
     for name, data in change({tensor.name: tensor.data for tensor in read.tensors}).items():
         kind = types.get(name, types.get(name.replace("attn_qkv", "attn_q")))
         writer.add_tensor(name, np.array(data), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -175,10 +157,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
             if at % 2 == number:
                 data = stored.read(0, stored.num_rows).view(np.float32).reshape(stored.shape)
                 writer.add_tensor(stored.name, data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     (tmp_path / "one.gguf").rename(tmp_path / "one.bin")
     first = tmp_path / "m-00001-of-00002.gguf"
     split = GgufModel(first)

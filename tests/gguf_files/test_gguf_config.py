@@ -23,6 +23,7 @@ from specdec.gguf.config import Metadata, choose_dtype, find_architecture, read_
 from specdec.gguf.file import open_parts
 from specdec.gguf.model import order_values
 from specdec.gguf.names import ARCHITECTURES, MTP_NAMES, NAMES, READ, order_turned
+from tests.blocks import finish
 
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 HEADS, KV_HEADS, HEAD_DIM = 6, 3, 20
@@ -142,10 +143,7 @@ def write(
             getattr(writer, f"add_{name}")(value)
     for name, values in ({"token_embd.weight": np.zeros((50, 96), np.float32)} | tensors).items():
         writer.add_tensor(name, np.asarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     files, stored = open_parts(path)
     return Metadata(path, files[0].metadata, stored)
 
