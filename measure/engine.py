@@ -8,9 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from specdec.decode.api import Engine
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.engine import TorchEngine
@@ -18,7 +15,6 @@ from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
-from specdec.engine.step import Step
 from specdec.errors import SpecDecError
 
 from .machine import LoadMeter, describe_load, describe_machine
@@ -112,18 +108,6 @@ class Bench:
             tokenizer=self.tokenizer,
         )
         return generate(self.engine.decoder, drafter, requests, options, timing)
-
-    def read_states(self, tokens: Sequence[int]) -> Tensor:
-        """Return the target's last hidden states [T, D] of a text, read in one forward pass."""
-        decoder, size = self.engine.decoder, len(tokens)
-        step = Step(
-            rows=np.zeros(1, np.int64),
-            tokens=np.array([tokens]),
-            positions=np.arange(size)[None],
-            tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
-        )
-        states: Tensor = decoder.forward(step, decoder.make_cache(1, size))[0]
-        return states
 
     def run(self, drafter: Drafter, batch_size: int, max_tokens: int | None = None) -> BenchRun:
         """Decode the requests of every category. max_tokens: the limit of each output."""

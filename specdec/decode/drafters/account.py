@@ -24,7 +24,7 @@ class Account:
     for_trials: float = 0.0
 
     def find_limit(self, ahead: float) -> float:
-        """Seconds that may be lost. ahead: seconds of plain decoding to come."""
+        """Return the seconds that may be lost. ahead: seconds of plain decoding to come."""
         return LOSS_SHARE * (self.spent + ahead) - self.lost
 
     def add(self, seconds: float, lost: float, *, is_trial: bool) -> None:

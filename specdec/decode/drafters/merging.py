@@ -11,13 +11,13 @@ from specdec.decode.drafters.calibration import read_confidence
 from specdec.engine.tree import TreeBuilder
 
 
-def merge_candidates(found: Sequence[Candidates]) -> Candidates:
-    """One tree of all paths of trees with the same root; equal beginnings are merged.
+def merge_candidates(proposals: Sequence[Candidates]) -> Candidates:
+    """Merge trees with one root into a tree of all their paths; equal beginnings are one.
 
     The higher confidence in a token counts.
     """
-    builder, confidence = TreeBuilder(int(found[0].tree.tokens[0])), [1.0]
-    for candidates in found:
+    builder, confidence = TreeBuilder(int(proposals[0].tree.tokens[0])), [1.0]
+    for candidates in proposals:
         tree, nodes = candidates.tree, [0]
         tree_confidence = read_confidence(candidates).tolist()
         for node in range(1, tree.num_nodes):
@@ -29,13 +29,13 @@ def merge_candidates(found: Sequence[Candidates]) -> Candidates:
     return Candidates(builder.build(), None, np.array(confidence))
 
 
-def join_candidates(found: Sequence[Candidates]) -> Candidates:
+def join_candidates(proposals: Sequence[Candidates]) -> Candidates:
     """Join the candidates of several methods for one request in one tree.
 
     Draws from a distribution cannot share a tree: what they are drawn from is asked for.
     """
-    drafted = [candidates for candidates in found if candidates.tree.num_draft_tokens]
+    drafted = [candidates for candidates in proposals if candidates.tree.num_draft_tokens]
     if len(drafted) < 2:
-        return drafted[0] if drafted else found[0]
+        return drafted[0] if drafted else proposals[0]
     assert all(candidates.draft_probs is None for candidates in drafted)
     return merge_candidates(drafted)
