@@ -32,7 +32,11 @@ from specdec.engine.tree import Tree
 
 Clock = Callable[[], float]
 MOST_SECONDS = 3.0  # that measuring takes, but for steps that have begun
-WARM_STEPS, COUNTED_STEPS = 1, 2  # of one kind in a row: caches are as the ones before left them
+WARM_STEPS = 1  # before those that are counted: caches are as a step of the kind leaves them
+COUNTED_STEPS = 2  # of one kind in a row
+# The same of plain steps: they alone leave a drafter's weights in no cache, and all else is held
+# against them.
+PLAIN_WARM_STEPS, PLAIN_COUNTED_STEPS = 5, 6
 MOST_ROUNDS = 8  # in which each kind of step has its turn
 SHORT_PROMPT = 8  # tokens of a prompt
 LONG_PROMPT = FEW_UNREAD + 16  # the same where reading is measured
@@ -40,6 +44,7 @@ ROWS_FACTOR = 4  # from one measured number of requests to the next
 FAR = 1024  # positions in the cache by which the context's price is measured
 LEAST_FAR = 128  # where an engine has room for fewer, the context costs nothing
 CONTEXT_TURNS = 5
+NUM_WORDS = 4  # different tokens of a prompt: so few repeat, and lookups find something
 FILLING = 0.01  # of a cache: memory that nothing was written to is read faster than any other
 QUIET = 1.5  # times its least that a step takes in the middle, where the machine is quiet
 NOTHING = Grid(((1, Curve((1,), (0.0,))),))
@@ -77,26 +82,27 @@ class ReadingTime:
 
 
 class ForcedPace(Pace):
-    """Drafts what a kind of step has, whatever it costs or brings."""
+    """Drafts what a kind of step has, whatever it costs or brings.
+
+    All that a pace does is done, and then overruled: it is a part of what a drafted step takes.
+    """
 
     kind = StepKind(1)
 
-    def plan(self, remaining: Sequence[int], *_: Any) -> bool:
-        self.skip(len(remaining))
-        self.max_levels = self.kind.num_levels
+    def plan(self, remaining: Sequence[int], *cache: Any) -> bool:
+        super().plan(remaining, *cache)
+        self.max_levels, self.max_read = self.kind.num_levels, None
         return self.kind.size > 1
 
     def is_resting(self, num_rows: int) -> bool:
         return self.kind.size == 1
 
     def price_level(self) -> float:
-        return ALL_LEVELS if self.kind.is_deep else np.inf
+        return min(super().price_level(), ALL_LEVELS) if self.kind.is_deep else np.inf
 
     def choose(self, chances: Any) -> int:
+        super().choose(chances)
         return self.kind.size - 1
-
-    def record(self, *_: Any) -> None:
-        """Learn nothing."""
 
 
 class Probe(PacedDrafter):
@@ -216,25 +222,31 @@ class Measuring:
             for kind in kinds:
                 if turn and self._clock() > until and self._steps.has(num_rows):
                     return
-                needed = (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
+                needed = self._count_needed(probe)
                 if batch is None or not _has_room(batch, needed):
                     batch = self._start(num_rows, number, probe)
                     if batch is None:
                         return
                 self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
 
+    def _count_needed(self, probe: Probe) -> int:
+        """Return the tokens that the steps of one kind emit at most."""
+        drafted = (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
+        return max(drafted, PLAIN_WARM_STEPS + PLAIN_COUNTED_STEPS + 1)
+
     def _start(self, num_rows: int, number: int, probe: Probe) -> Batch | None:
         """Begin texts, and read their prompts; None where the engine has no room for any."""
-        needed = 2 * (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
+        needed = 2 * self._count_needed(probe)
         size = LONG_PROMPT if num_rows == 1 else SHORT_PROMPT
         longest = min(self._max_seq_len, size + max(needed, 256))
         size = min(size, max(1, longest - needed))
         if longest <= size + probe.max_draft_tokens + 2:
             return None
+        words = self._chance.choices(range(self._decoder.model.vocab_size), k=NUM_WORDS)
         requests = [
             Request(
                 index=index, max_output_len=longest - size, end_ids=frozenset(),
-                input_ids=self._chance.choices(range(self._decoder.model.vocab_size), k=size),
+                input_ids=self._chance.choices(words, k=size),
             )
             for index in range(num_rows)
         ]  # fmt: skip
@@ -255,7 +267,10 @@ class Measuring:
     ) -> None:
         num_rows = len(batch.scheduler.active)
         probe.pace.kind = kind
-        for step in range(WARM_STEPS + COUNTED_STEPS):
+        num_warm, num_counted = WARM_STEPS, COUNTED_STEPS
+        if kind.size == 1:
+            num_warm, num_counted = PLAIN_WARM_STEPS, PLAIN_COUNTED_STEPS
+        for step in range(num_warm + num_counted):
             probe.seconds, probe.num_prefilled = 0.0, 0
             began = self._clock()
             batch.step()
@@ -268,7 +283,7 @@ class Measuring:
                     )
                 )
                 continue
-            if step < WARM_STEPS and self._steps.has(num_rows, kind.size):
+            if step < num_warm and self._steps.has(num_rows, kind.size):
                 continue
             self._steps.add(num_rows, kind.size, seconds - drafting, is_counted=is_counted)
             if kind.size > 1:

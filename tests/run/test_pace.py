@@ -11,6 +11,7 @@ import pytest
 from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.calibration import Promise
 from specdec.decode.drafters.pace import FIRST_PIECE, REST_STEPS, Pace
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
@@ -122,6 +123,16 @@ def test_a_planned_draft_is_as_long_as_is_worth_its_time(
         if length:
             record(pace, length + 1, [accepted + 1], length)
     assert least <= pace.max_levels <= most
+
+
+def test_a_step_costs_what_it_usually_verifies() -> None:
+    """Half of the drafts are empty, as lookups are: half of the steps cost what plain ones do."""
+    promise, seconds = Promise(4, is_chain=False), np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert promise.expect_seconds(seconds).tolist() == seconds.tolist()
+    for step in range(400):
+        promised, size = ([0.0] * 4, 0) if step % 2 else ([0.9, 1.8, 1.8, 1.8], 2)
+        promise.take_promised(1, promised, size)
+    assert promise.expect_seconds(seconds) == pytest.approx([1, 1.5, 2, 2, 2], abs=0.05)
 
 
 def test_levels_end_where_another_is_not_worth_its_price() -> None:

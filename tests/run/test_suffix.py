@@ -183,6 +183,23 @@ def test_requests_share_only_if_asked(is_shared: bool) -> None:
     assert drafter.propose([third])[0].tree.num_draft_tokens == 0, "another run has begun"
 
 
+def test_a_prompt_is_read_by_the_first_draft() -> None:
+    """A long one takes a while, and drafts may never pay; then all of the text is read at once."""
+    drafter = SuffixDrafter(SuffixOptions(max_tokens=4))
+    prompt = make_text("passages")
+    request = make_active(prompt, 0)
+    drafter.start([request])
+    text = drafter._texts[0]
+    request.emit([9, 9])
+    assert text.tree.text == []
+    request.emit(prompt[:3])
+    for _ in range(2):
+        (found,) = drafter.propose([request])
+        assert text.tree.text == [*prompt, *request.output_ids]
+        assert found.tree.tokens[0] == request.output_ids[-1]
+        request.emit([prompt[3]])
+
+
 def test_drafts_grow_with_what_was_found_and_end_with_the_request() -> None:
     for factor, limit, expected in ((1.0, 20, 2), (2.0, 20, 4), (0.2, 20, 0), (2.0, 5, 2)):
         drafter = SuffixDrafter(SuffixOptions(max_tokens=6, max_factor=factor))

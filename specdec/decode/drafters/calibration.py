@@ -179,7 +179,8 @@ class Promise:
     """Tokens that drafts are expected to bring a request, by how many of their nodes are verified.
 
     A mean over the newest drafts. Chains of which nothing is chosen by how sure the drafter is
-    bring what the share of their tokens does that was right, from token to token.
+    bring what the share of their tokens does that was right, from token to token. Where a drafter
+    has nothing to propose, or little, less is verified than could be: that is counted too.
     """
 
     def __init__(
@@ -195,6 +196,9 @@ class Promise:
         self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual = self._sums / self._weight  # what drafts bring where a text begins
         self._num_texts = 0.0  # that have begun, all requests together counting as one
+        # Of steps, the share whose largest draft has so many nodes besides the root.
+        self._size_shares = np.zeros(max_tokens + 1)
+        self._size_shares[-1] = 1.0
 
     @property
     def gains(self) -> Array:
@@ -212,10 +216,26 @@ class Promise:
         self._reached = kept * self._reached + begun
         self._right = kept * self._right + begun * float(self._usual[:1].sum())
 
-    def take_promised(self, num_rows: int, promised: Sequence[float]) -> None:
-        """Take what the chances of the drafted nodes of so many rows add up to, by their number."""
+    def expect_seconds(self, seconds: Array) -> Array:
+        """Return the expected seconds of steps in which at most so many nodes are verified.
+
+        seconds: [1 + sizes], of steps by what they verify besides the root, all of these; result:
+        like them.
+        """
+        shares = self._size_shares
+        verified = np.cumsum(shares * seconds) - shares * seconds  # in all drafts that are smaller
+        at_least = 1.0 - np.cumsum(shares) + shares
+        return np.asarray(verified + at_least * seconds)
+
+    def take_promised(self, num_rows: int, promised: Sequence[float], size: int) -> None:
+        """Take what the chances of the drafted nodes of so many rows add up to, by their number.
+
+        size: drafted nodes of the largest of them.
+        """
         kept = PROMISE_KEEP**num_rows
         self._sums, self._weight = kept * self._sums + promised, kept * self._weight + num_rows
+        self._size_shares *= PROMISE_KEEP
+        self._size_shares[size] += 1 - PROMISE_KEEP
 
     def take_emitted(self, emitted: Sequence[int], size: int) -> None:
         """Take how many tokens each row of a step of `size` nodes has emitted."""

@@ -73,11 +73,13 @@ class Pace:
         self.is_brief = False  # whether they have one level, since more might lose too much
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
         self._seconds = [0.0]  # of a step by nodes a row, by the newest plan
+        self._expected = [0.0]  # the same of one that may verify so many, if drafts are as usual
         self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
         self._rate = 0.0  # tokens per second that the plan promised
         self._gain = 1.0  # the same by that of plain steps
         self._allowance = math.inf  # seconds that the step may lose
-        self._promises: list[tuple[int, list[float]]] = []  # of drafts, still to be learned from
+        # Of drafts, still to be learned from: requests, promised tokens, nodes of the largest.
+        self._promises: list[tuple[int, list[float], int]] = []
 
     # ---- Before a step.
 
@@ -128,10 +130,10 @@ class Pace:
             self.account.for_trials = limit
         size, price = self._choose_draft(draft, limit)
         self._allowance = limit - price
-        verify = self._seconds[size]
-        may_lose = verify - plain <= self._allowance and self._may_read(num_unread, ahead)
+        may_lose = self._seconds[size] - plain <= self._allowance
+        may_lose = may_lose and self._may_read(num_unread, ahead)
         brings = float(self.promise.gains[-1 if self.is_whole else size - 1])
-        expected = price + verify - plain * (1 + brings)
+        expected = price + self._expected[size] - plain * (1 + brings)
         expected += COLD_SHARE * plain + self._price_reading(min(num_unread, FIRST_PIECE))
         was_on = self.drafts_on
         is_due = not self.is_trial or expected <= self.account.for_trials
@@ -153,7 +155,10 @@ class Pace:
         seconds = self.costs.estimate_steps(
             rows, np.array([1, *(sizes + 1)]), self._num_prompt_tokens, num_positions
         )
-        self._seconds = seconds.tolist()
+        self._seconds = self._expected = seconds.tolist()
+        if not self.is_whole:
+            seconds = self.promise.expect_seconds(seconds)
+            self._expected = seconds.tolist()
         draft = np.array([self._price_drafts(n if self.is_planned else None) for n in sizes])
         rates = rows * (1 + self.promise.gains[sizes - 1]) / (draft + seconds[1:])
         best = int(rates.argmax())
@@ -195,7 +200,7 @@ class Pace:
             return 1, price
         # Fewer nodes than pay would only lose what is left of the limit.
         emitted = 1 + self.promise.gains[: len(seconds) - 1]
-        pays = emitted * plain > price + np.array(seconds[1:])
+        pays = emitted * plain > price + np.array(self._expected[1:])
         return int(pays.argmax()) + 1, price
 
     def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
@@ -304,6 +309,7 @@ class Pace:
         totals = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
         totals += [0.0] * (self.max_tokens - len(totals))
         promised = list(itertools.accumulate(totals))
+        size = sum(total > 0 for total in totals)
         most, best = 0, -self._rate * plain
         for number, (tokens, took) in enumerate(zip(promised, seconds, strict=False), 1):
             worth = tokens - self._rate * took
@@ -315,7 +321,7 @@ class Pace:
             usual = itertools.accumulate(num_rows * rate**n for n in range(1, len(totals) + 1))
             promised = [*map(max, promised, usual)]
         # What a draft of this kind promises, whatever is verified of it.
-        self._promises.append((len(chances), promised))
+        self._promises.append((len(chances), promised, size))
         return max(most, int(self.is_trial))
 
     # ---- After it.
@@ -348,7 +354,7 @@ class Pace:
 
     def learn(self) -> None:
         """Learn from the newest steps."""
-        for num_rows, promised in self._promises:
-            self.promise.take_promised(num_rows, promised)
+        for promised in self._promises:
+            self.promise.take_promised(*promised)
         self._promises = []
         self.calibration.learn()

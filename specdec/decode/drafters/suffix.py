@@ -289,20 +289,23 @@ class FinishedTexts:
 
 
 class SuffixText:
-    """One request's text as a tree, and where the end of it is in those of finished requests."""
+    """One request's text as a tree, and where the end of it is in those of finished requests.
+
+    The tree is made by the first draft: a long prompt takes a while, and drafts may never pay.
+    """
 
     def __init__(self, request: ActiveRequest, max_depth: int) -> None:
         self.request = request
         self.tree = SuffixTree(max_depth)
-        self.tree.extend(request.request.input_ids)
         self._version = -1
         self._finished_ends: list[list[TextEnd]] = []  # by tree of the finished
 
     def read(self, finished_texts: FinishedTexts | None) -> list[tuple[SuffixTree, list[TextEnd]]]:
-        """Take the newest output; return all trees with the places to draft from."""
-        own_tree = self.tree
+        """Take what is new of the text; return all trees with the places to draft from."""
+        own_tree, prompt = self.tree, self.request.request.input_ids
         num_known = len(own_tree.text)
-        own_tree.extend(self.request.output_ids[num_known - len(self.request.request.input_ids) :])
+        own_tree.extend(prompt[num_known:])
+        own_tree.extend(self.request.output_ids[max(0, num_known - len(prompt)) :])
         ends_by_tree = [(own_tree, own_tree.text_ends)]
         if finished_texts is not None:
             if self._version != finished_texts.version:
@@ -359,7 +362,7 @@ class SuffixDrafter(Drafter):
             self._write()
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Read each request's prompt."""
+        """Begin each request's text."""
         for request in requests:
             self._finish(request.row)
             self._texts[request.row] = SuffixText(request, self.options.max_depth)
