@@ -75,6 +75,14 @@ def test_between_two_numbers_of_requests_costs_lie_on_a_line() -> None:
     assert far.estimate_steps(1, np.array([8]), 0, 100).tolist() == [9.0]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2.5, 4, 9])
+def test_one_size_costs_what_it_costs_among_others(num_rows: float) -> None:
+    grid = Grid(((1, smooth({2: 1.0, 8: 8.0})), (4, smooth({1: 5.0, 3: 5.0, 8: 16.0, 20: 19.0}))))
+    sizes = np.array([0.5, 1, 2, 2.5, 3, 7, 8, 8.25, 20, 64])
+    alone = [grid.estimate_one(num_rows, size) for size in sizes.tolist()]
+    assert alone == pytest.approx(grid.estimate(num_rows, sizes).tolist(), rel=1e-12)
+
+
 def test_a_table_is_read_as_it_was_written() -> None:
     table = make_costs(2, reading=0.1, prompts=FLAT)
     document = table.write()

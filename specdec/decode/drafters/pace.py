@@ -159,7 +159,10 @@ class Pace:
         if not self.is_whole:
             seconds = self.promise.expect_seconds(seconds)
             self._expected = seconds.tolist()
-        draft = np.array([self._price_drafts(n if self.is_planned else None) for n in sizes])
+        if self.is_planned:
+            draft = np.array([self._price_drafts(n) for n in sizes])
+        else:
+            draft = np.full(len(sizes), self._price_drafts())
         rates = rows * (1 + self.promise.gains[sizes - 1]) / (draft + seconds[1:])
         best = int(rates.argmax())
         plain = rows / self._seconds[0]
