@@ -128,10 +128,7 @@ class Source:
 
     def is_same(self, name: str, other_name: str) -> bool:
         """Return whether two tensors of the checkpoint are equal, byte for byte."""
-        if self.file.tensors[name] != self.file.tensors.get(other_name):
-            return False
-        array, other_array = self.file.read(name), self.file.read(other_name)
-        return bool(np.array_equal(array.view(np.uint8), other_array.view(np.uint8)))
+        return self.file.are_equal(name, other_name)
 
     def _list_tensors(self) -> tuple[str, dict[str, TensorRows]]:
         params = self.drafter

@@ -53,9 +53,9 @@ PROMPT_TOKENS = 512  # of a row in a step at most, unless a step's draft has mor
 MEMORY_FACTOR = 3.0  # of the weights' bytes, which TensorRT's builder takes
 
 
-def read_weights(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> dict[str, Tensor]:
+def read_weights(plan: TorchPlan, file: str) -> dict[str, Tensor]:
     """Map the tensors of an engine's file: those of the checkpoint where they are equal."""
-    infos, read = plan.files[file], EngineReader(plan, checkpoint, file).read
+    infos, read = plan.files[file], EngineReader(plan, file).read
     weights = {}
     # Scales are chosen before what they scale is rounded.
     for name in sorted(infos, key=lambda name: infos[name].dtype == INT8):
@@ -233,7 +233,7 @@ def write_networks(
     make = partial(NetworkWriter, trt, builder, TORCH_DTYPES[model.dtype])
     weights: dict[str, Tensor] = {}
     for rank in range(model.tp_size):
-        weights = read_weights(plan, checkpoint, name_weight_file(model, rank))
+        weights = read_weights(plan, name_weight_file(model, rank))
         for name, write in zip(name_networks(rank), writes, strict=True):
             writer = make(networks.sizes, rank)  # the former's constants are let go
             write(writer, model, weights)
@@ -244,7 +244,7 @@ def write_networks(
         embedding = TensorInfo(model.dtype, (model.vocab_size, model.hidden_size))
         own = plan.files[DRAFTER_NAME] | {EMBEDDING: embedding}
         plan = dataclasses.replace(plan, files=plan.files | {DRAFTER_NAME: own})
-        weights = read_weights(plan, checkpoint, DRAFTER_NAME)
+        weights = read_weights(plan, DRAFTER_NAME)
     for name in list_networks(drafter):
         writer = make(networks.drafter_sizes)
         write_drafter(name, writer, drafter, model, weights)

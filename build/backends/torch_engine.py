@@ -49,7 +49,14 @@ from ..limits import resolve_limits
 from ..settings import SAME, BuildSettings
 from .embedded import build_embedded
 from .torch_checks import check_config, check_drafter, check_sources, will_compile, will_pack
-from .torch_tensors import name_parts, plan_layout, plan_stored, read_four_bits, stack_parts
+from .torch_tensors import (
+    name_parts,
+    plan_layout,
+    plan_stored,
+    read_four_bits,
+    share_head,
+    stack_parts,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,11 +68,13 @@ logger = logs.get_logger(__name__)
 class TorchPlan:
     """A checked build: the rank files to read, the files to write, whether to compile.
 
-    needs_kernels: whether the build fails where the compiler does. packs: whether the matrices are
-    stored as the kernels read them. draft_tokens: of `choose_tokens`. block_types: of
-    `count_block_types`, for a checkpoint in GGML's blocks.
+    checkpoint: as the engine has it, see `share_head`. needs_kernels: whether the build fails where
+    the compiler does. packs: whether the matrices are stored as the kernels read them.
+    draft_tokens: of `choose_tokens`. block_types: of `count_block_types`, for a checkpoint in
+    GGML's blocks.
     """
 
+    checkpoint: CheckpointConfig
     sources: list[TensorFile]
     files: dict[str, dict[str, TensorInfo]]
     prepack: bool
@@ -106,7 +115,7 @@ def plan_engine(settings: BuildSettings, checkpoint: CheckpointConfig, limits: B
     plan = plan_build(settings, checkpoint, settings.checkpoint_dir)
 
     def write(folder: Path, build_id: str) -> tuple[dict[str, str], dict[str, Any], str]:
-        hashes, has_kernels = write_engine(plan, checkpoint, limits, folder, build_id)
+        hashes, has_kernels = write_engine(plan, limits, folder, build_id)
         count, size = sum(map(len, plan.files.values())), plan.num_bytes / 1e6
         kernels = "native kernels" if has_kernels else "no native kernels"
         return hashes, {"native_kernels": has_kernels}, f"{count} tensors, {size:.1f} MB, {kernels}"
@@ -136,6 +145,9 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     sources = [TensorFile(path) for path in paths]
     quantized = check_sources(sources, checkpoint)
     compile_kernels = will_compile(settings)
+    packs = compile_kernels and will_pack(settings)
+    if packs:
+        checkpoint = share_head(checkpoint, sources)
     is_fp8 = checkpoint.quantization.quant_algo == FP8
     files = plan_layout(settings, checkpoint, quantized if is_fp8 else set())
     draft_tokens = choose_tokens(settings, model, checkpoint.drafter)
@@ -146,10 +158,10 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     block_types = plan_stored(files, sources, quantized, checkpoint)
     log_matrices(settings, checkpoint, block_types, compiles=compile_kernels)
     return TorchPlan(
-        sources=sources, files=files, prepack=settings.optimize != "none",
+        checkpoint=checkpoint, sources=sources, files=files, prepack=settings.optimize != "none",
         compile_kernels=compile_kernels,
         needs_kernels=settings.optimize == "native" or settings.packed_weights is True,
-        packs=compile_kernels and will_pack(settings),
+        packs=packs,
         quantization=settings.quantization, drafter_weights=weight_type,
         draft_tokens=draft_tokens, block_types=block_types,
     )  # fmt: skip
@@ -191,14 +203,15 @@ def log_matrices(
 
 
 def write_engine(
-    plan: TorchPlan, checkpoint: CheckpointConfig, limits: BuildConfig, folder: Path, build_id: str
+    plan: TorchPlan, limits: BuildConfig, folder: Path, build_id: str
 ) -> tuple[dict[str, str], bool]:
     """Write the engine's files into `folder`.
 
     build_id: of `make_build_id`. Returns their sha256 sums by name where known, and whether it has
     native kernels.
     """
-    kernels = write_kernels(plan, checkpoint, folder) if plan.compile_kernels else None
+    checkpoint = plan.checkpoint
+    kernels = write_kernels(plan, folder) if plan.compile_kernels else None
     native = packing = None
     if plan.packs and kernels is not None:
         from specdec.engine.native import load_kernels
@@ -209,7 +222,7 @@ def write_engine(
         packing = identify_packing(native)
     hashes = {}
     for name, tensors in plan.files.items():
-        read = EngineReader(plan, checkpoint, name).read
+        read = EngineReader(plan, name).read
         if native is None:
             metadata = make_metadata(name, build_id, tensors)
             hashes[name] = write_tensor_file(folder / name, tensors, read, metadata)
@@ -227,9 +240,7 @@ def write_engine(
     return hashes, kernels is not None
 
 
-def write_kernels(
-    plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path
-) -> dict[str, str] | None:
+def write_kernels(plan: TorchPlan, folder: Path) -> dict[str, str] | None:
     """Compile the kernels, into the user's cache and the engine's folder; say what with.
 
     None where the compiler fails and the kernels are not needed.
@@ -252,14 +263,15 @@ def write_kernels(
         (folder / kernel_cache.FOLDER_NAME).mkdir(mode=0o755)
         library = Path(workplace) / LIBRARY_NAME
         kernel_cache.write_entry(library.read_bytes(), kernels, folder, mode=0o644)
-    logger.info("native kernels: %s", describe_coverage(checkpoint.model))
+    logger.info("native kernels: %s", describe_coverage(plan.checkpoint.model))
     return kernels
 
 
 class EngineReader:
     """Reads the tensors of one engine file out of the checkpoint's files, scales before weights."""
 
-    def __init__(self, plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> None:
+    def __init__(self, plan: TorchPlan, file: str) -> None:
+        checkpoint = plan.checkpoint
         self._plan, self._file = plan, file
         self._model, self._tensors = checkpoint.model, plan.files[file]
         self._specs = list_tensors(self._model, checkpoint.drafter)

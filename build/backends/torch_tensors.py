@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,37 @@ from specdec.model.tensors import (
 from ..settings import BuildSettings
 
 DEFAULT_GROUP_SIZE = 128
+
+
+def share_head(checkpoint: CheckpointConfig, sources: Sequence[TensorFile]) -> CheckpointConfig:
+    """Return a checkpoint as an engine has it that holds a head equal to the embedding once.
+
+    A rank's head must be its part of the embedding, bit for bit, and so must all that is stored
+    beside the two, as the types of blocks.
+    """
+    model = dataclasses.replace(checkpoint.model, share_embedding_table=True)
+    is_split_alike = model.tp_size == 1 or model.use_parallel_embedding
+    if checkpoint.model.share_embedding_table or not is_split_alike or model.find_problems():
+        return checkpoint
+    if not all(has_equal_head(source) for source in sources):
+        return checkpoint
+    raw = checkpoint.raw | {"share_embedding_table": True}
+    return dataclasses.replace(checkpoint, model=model, raw=raw)
+
+
+def has_equal_head(source: TensorFile) -> bool:
+    """Return whether a rank's file has a head that is its part of the embedding, bit for bit."""
+    head, embedding = (
+        {
+            name.removeprefix(module): name
+            for name in source.tensors
+            if name.rpartition(".")[0] == module and not name.endswith(".bias")
+        }
+        for module in (HEAD.removesuffix(".weight"), EMBEDDING.removesuffix(".weight"))
+    )
+    return head.keys() == embedding.keys() and all(
+        source.are_equal(name, embedding[kind]) for kind, name in head.items()
+    )
 
 
 def plan_layout(

@@ -197,6 +197,18 @@ class TensorFile:
         count = math.prod(info.shape)
         return np.frombuffer(self._map, storage, count, start).reshape(info.shape)
 
+    def are_equal(self, name: str, other_name: str) -> bool:
+        """Return whether the file has two tensors of one type and shape, equal byte for byte."""
+        if self.tensors[name] != self.tensors.get(other_name):
+            return False
+        numbers, other_numbers = (
+            self.read(tensor).reshape(-1).view(np.uint8) for tensor in (name, other_name)
+        )
+        slices = (
+            slice(start, start + BLOCK_BYTES) for start in range(0, len(numbers), BLOCK_BYTES)
+        )
+        return all(np.array_equal(numbers[part], other_numbers[part]) for part in slices)
+
     def get_offset(self, name: str) -> int:
         """Return where in the file a tensor's bytes begin; there are `num_bytes` of them."""
         return self._data_start + self._offsets[name]

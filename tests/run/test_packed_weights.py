@@ -25,7 +25,7 @@ from specdec.engine.packed import identify_packing, take_packed
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file, read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
-from specdec.model.tensors import EMBEDDING
+from specdec.model.tensors import EMBEDDING, HEAD
 from specdec.system.cache import find_cache
 from tests.conftest import ROOT, make_drafter, make_eagle_drafter, make_llama
 from tests.engine.kernels import needs_compiler
@@ -110,15 +110,21 @@ def test_nothing_of_a_target_is_packed_at_load(
 
 
 def make_tied(
-    parent: Path, target: Path, convert: Sequence[object] = (), build: Sequence[object] = ()
-) -> Path:
-    """An engine of a checkpoint whose head is the embedding, as GGUF files have it."""
+    parent: Path, target: Path, convert: Sequence[object] = (), build: Sequence[object] = (), *,
+    stores_head: bool = False, changed: float = 0,
+) -> Path:  # fmt: skip
+    """An engine of a checkpoint whose head is the embedding.
+
+    stores_head: as a second tensor, as of Hugging Face folders; else as GGUF files have it.
+    changed: added to the last weight of the head.
+    """
     checkpoint, engine = parent / "tied-ckpt", parent / "tied"
     call("convert", "--model-dir", target, "--output-dir", checkpoint, *convert)
-    for file in checkpoint.glob("rank*.safetensors"):
+    for file in checkpoint.glob("rank*.safetensors") if changed or not stores_head else ():
         tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-        del tensors["lm_head.weight"]
-        save_file(tensors, file)
+        head = tensors.pop(HEAD)
+        head[-1, -1] += changed
+        save_file(tensors | ({HEAD: head} if stores_head else {}), file)
     renew_sums(checkpoint)
     call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, *build)
     return engine
@@ -136,6 +142,8 @@ def list_mapped(path: Path) -> list[range]:
     [
         ("LlamaForCausalLM-biases", []),
         ("LlamaForCausalLM-tied_head_dim", []),
+        ("LlamaForCausalLM-tied_head_dim stored", []),
+        ("LlamaForCausalLM-tied_head_dim stored", ["--quantization", "int8"]),
         ("LlamaForCausalLM-plain", ["--quantization", "int8"]),
         ("LlamaForCausalLM-plain", ["--quantization", "int4", "--group-size", 32]),
         ("Qwen2MoeForCausalLM-plain", []),
@@ -145,8 +153,9 @@ def list_mapped(path: Path) -> list[range]:
 def test_every_matrix_stands_once(name: str, flags: list[object], tmp_path: Path) -> None:
     """By name, and by the bytes of an engine with matrices whose tiles are full."""
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    name, _, stored = name.partition(" ")
     target = make_model(tmp_path / "target", name, dtype="bfloat16", **sizes)
-    make = make_tied if "tied" in name else make_engine
+    make = make_tied if "tied" in name and not stored else make_engine
     folder = make(tmp_path, target, build=flags)
     plain, packed = TensorFile(folder / "weights.safetensors"), TensorFile(folder / PACKED)
     assert not plain.tensors.keys() & packed.tensors.keys()
@@ -156,8 +165,10 @@ def test_every_matrix_stands_once(name: str, flags: list[object], tmp_path: Path
         assert not kept, "the embedding is packed, and its rows are looked up there"
     num_bytes = sum(i.num_bytes for file in (plain, packed) for i in file.tensors.values())
     build_plain(folder)
-    whole = TensorFile(folder / "weights.safetensors").tensors
-    assert {*plain.tensors, *packed.tensors} <= whole.keys()
+    whole = dict(TensorFile(folder / "weights.safetensors").tensors)
+    assert (whole.pop(HEAD, None) is None) == ("tied" in name and not stored)
+    assert {*plain.tensors, *packed.tensors} - {HEAD} <= whole.keys()
+    whole |= {} if "tied" in name else {HEAD: whole[EMBEDDING]}
     expected = sum(info.num_bytes for info in whole.values())
     # Packed integers have a header each; experts and shared ones are filled up to whole tiles.
     assert expected <= num_bytes < (1.3 if flags else 1.15) * expected
@@ -178,29 +189,44 @@ def test_every_rank_has_its_own(tmp_path: Path) -> None:
         generate(folder)
 
 
-@pytest.mark.parametrize("flags", [[], ["--use-parallel-embedding"]])
-def test_a_tied_embedding_of_ranks(flags: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "stores_head"),
+    [([], False), (["--use-parallel-embedding"], False), (["--use-parallel-embedding"], True)],
+)
+def test_a_tied_embedding_of_ranks(flags: list[object], stores_head: bool, tmp_path: Path) -> None:
     """Packed where each rank's head is its part of the embedding; a drafter reads the whole."""
     target = make_llama(tmp_path, hidden=56, intermediate=50, tied=True)
     drafter = make_drafter(tmp_path, hidden=56, exit_dim=34)
-    folder = make_tied(tmp_path, target, ["--drafter-model-dir", drafter, "--tp-size", 2, *flags])
+    convert = ["--drafter-model-dir", drafter, "--tp-size", 2, *flags]
+    folder = make_tied(tmp_path, target, convert, stores_head=stores_head)
     packed = TensorFile(folder / PACKED_FOLDER / "rank0.safetensors").tensors
-    assert (EMBEDDING in packed) == bool(flags)
+    assert (EMBEDDING in packed, HEAD in packed) == (bool(flags), False)
     expected = generate(folder)
     assert generate(folder, speculate=False) == expected == generate(build_plain(folder))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["redrafter", "eagle"])
-def test_a_drafter_reads_a_tied_embedding(kind: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stores_head", [False, True])
+def test_a_drafter_reads_a_tied_embedding(
+    stores_head: bool, kind: str, dtype: str, tmp_path: Path
+) -> None:
     target = make_llama(tmp_path, tied=True, dtype=dtype)
     make = make_drafter if kind == "redrafter" else make_eagle_drafter
     flag = "--drafter-model-dir" if kind == "redrafter" else "--eagle-model-dir"
     drafter = make(tmp_path, dtype=dtype)
-    folder = make_tied(tmp_path, target, [flag, drafter])
-    assert EMBEDDING in TensorFile(folder / PACKED).tensors
+    folder = make_tied(tmp_path, target, [flag, drafter], stores_head=stores_head)
+    assert {EMBEDDING, HEAD} & TensorFile(folder / PACKED).tensors.keys() == {EMBEDDING}
     texts, accepted = generate_counting(folder)
     assert (texts, accepted) == generate_counting(build_plain(folder))
+
+
+def test_a_head_that_differs_in_one_weight_is_held_beside_the_embedding(tmp_path: Path) -> None:
+    target = make_llama(tmp_path, tied=True, dtype="bfloat16")
+    folder = make_tied(tmp_path, target, stores_head=True, changed=0.5)
+    assert {EMBEDDING, HEAD} & TensorFile(folder / PACKED).tensors.keys() == {HEAD}
+    expected = generate(folder)
+    assert generate(build_plain(folder)) == expected
 
 
 def generate_counting(folder: Path) -> tuple[list[list[int]], int]:
