@@ -143,7 +143,8 @@ def open_decoder(
 ) -> Any:  # fmt: skip
     """Load rank 0's part of an engine folder, by `make` of a class and of options for it.
 
-    kinds: the class where there are no other ranks, and where there are. These load their parts.
+    decoder_classes: the class where there are no other ranks, and where there are. These
+    load their parts.
     """
     if ranks is None:
         return make(decoder_classes[0])

@@ -31,7 +31,7 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the message as bytes: their number and the header's, the header, the arrays."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays.items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
         header = json.dumps([self.call, self.values, shapes]).encode()
         body = header + b"".join(array.tobytes() for array in arrays.values())
