@@ -151,6 +151,11 @@ class KernelLibrary:
         _check_interface(path, self._library)
         self._functions: dict[str, Any] = {}
 
+    @property
+    def handle(self) -> int:
+        """Number of the library among those that this process has loaded."""
+        return self._library._handle
+
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a function of the library, that of our dtype where there is one for each."""
         if name not in self._functions:

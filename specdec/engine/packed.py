@@ -25,6 +25,8 @@ from specdec.model.blocks import BLOCK_TYPES
 # Bumped where packed matrices mean something else though `identify_packing` sees the same bytes; it
 # is not ABI_VERSION, so that new kernels read what older ones with the same layout packed.
 PACKING_VERSION = 15
+# Of `identify_packing`, by library and type: a loaded library never changes, nor is it unloaded.
+PACKINGS: dict[tuple[int, torch.dtype], str] = {}
 
 
 def sketch_matrices(
@@ -124,7 +126,15 @@ def has_headers(
 
 
 def identify_packing(kernels: NativeKernels) -> str:
-    """Identify how kernels lay matrices out: by a sum of some that they packed.
+    """Identify how kernels lay matrices out, once in a process, see `hash_packing`."""
+    key = (kernels.handle, kernels.dtype)
+    if key not in PACKINGS:
+        PACKINGS[key] = hash_packing(kernels)
+    return PACKINGS[key]
+
+
+def hash_packing(kernels: NativeKernels) -> str:
+    """Return a sum over some matrices that kernels packed.
 
     It is the same on two machines only if matrices that were packed on one are right on the other.
     """

@@ -21,7 +21,9 @@ from specdec.engine.engine_kernels import prefer_cpu
 from specdec.engine.integers import IntegerMatrix
 from specdec.engine.layout import PACKED_FOLDER, read_engine_config
 from specdec.engine.linear import Linear
-from specdec.engine.packed import identify_packing, take_packed
+from specdec.engine.native_border import TILE
+from specdec.engine.native_matrices import MatrixKernels
+from specdec.engine.packed import hash_packing, take_packed
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file, read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
@@ -402,6 +404,18 @@ def test_a_cached_engine_for_other_kernels_is_built_again(
     assert (done.returncode, done.stdout) == (0, first.stdout), done.stderr
     assert "it is built again" in done.stderr
     assert "built again" not in run_cli_here(*words).stderr
+    # The packing of a cached engine is looked at before it is taken and when it is loaded: the
+    # kernels, which are loaded twice, pack their samples once.
+    shapes, pack_matrix = [], MatrixKernels.pack_matrix
+
+    def pack_and_count(kernels: MatrixKernels, weight: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(weight.shape))
+        return pack_matrix(kernels, weight)
+
+    monkeypatch.setattr(MatrixKernels, "pack_matrix", pack_and_count)
+    monkeypatch.setattr("specdec.engine.packed.PACKINGS", {})
+    assert run_cli_here(*words).returncode == 0
+    assert shapes.count((2 * TILE + 6, 71)) == 1
 
 
 def test_the_packing_is_told_by_what_kernels_do(
@@ -410,8 +424,8 @@ def test_the_packing_is_told_by_what_kernels_do(
     engine = TorchEngine(folder, device="cpu")
     kernels = engine.decoder.kernels
     assert kernels is not None
-    own = identify_packing(kernels)
-    assert identify_packing(kernels) == own == TensorFile(folder / PACKED).metadata["packing"]
+    own = hash_packing(kernels)
+    assert hash_packing(kernels) == own == TensorFile(folder / PACKED).metadata["packing"]
     for name in ("pack_matrix", "pack_integers"):
         lay_out = kernels._functions[name]
 
@@ -421,10 +435,10 @@ def test_the_packing_is_told_by_what_kernels_do(
             ctypes.c_uint16.from_address(arguments[-1] + 80).value ^= 1
 
         monkeypatch.setitem(kernels._functions, name, lay_out_otherwise)
-        assert identify_packing(kernels) != own
+        assert hash_packing(kernels) != own
         monkeypatch.undo()
     monkeypatch.setattr("specdec.engine.packed.PACKING_VERSION", -1)  # another meaning
-    assert identify_packing(kernels) != own
+    assert hash_packing(kernels) != own
     engine.close()
 
 
