@@ -1,4 +1,4 @@
-"""Cross-entropy of a wide output layer, computed chunk by chunk without all logits at once.
+"""Loss of a wide output layer, computed chunk by chunk without all logits at once.
 
 Legend: N labels, C labels of a chunk, E width of the last layer, R of a second matrix, V
 vocabulary, P draft positions, K the largest k of top-k accuracy.
@@ -7,12 +7,15 @@ vocabulary, P draft positions, K the largest k of top-k accuracy.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .features import OutputHead
+from .loss_table import LOSSES, compute_acceptance
 
 # Logits of a chunk, by device: a CPU's fit its cache, a GPU's fill its units.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
@@ -24,20 +27,35 @@ class Teacher:
     """Distribution of the target at the labels; share: its weight in the loss, 0 to 1.
 
     With a share of 1 the text's labels do not count: accuracies then count guesses of the target's
-    most probable tokens.
+    most probable tokens. loss: a name of LOSSES. draft_tokens: [V], those that can be drafted; None
+    for all.
     """
 
     hidden: Tensor  # [N, D] the target's states
     head: OutputHead
     share: float
+    loss: str = "kl"
+    draft_tokens: Tensor | None = None
+
+    @functools.cached_property
+    def draft_head(self) -> OutputHead:
+        return self.head if self.draft_tokens is None else self.head.take(self.draft_tokens)
 
     def compute_logits(self, chunk: slice) -> Tensor:
         """Compute the target's logits [C, V] at a chunk of the labels, in float32."""
-        return self.head.compute_logits(self.hidden[chunk])
+        return self.draft_head.compute_logits(self.hidden[chunk])
+
+    def compute_probabilities(self, chunk: slice) -> Tensor:
+        """Compute the draft tokens' probabilities [C, V], which other tokens have a part of."""
+        logits = self.head.compute_logits(self.hidden[chunk])
+        normalizers = logits.logsumexp(1, keepdim=True)
+        if self.draft_tokens is not None:
+            logits = logits[:, self.draft_tokens]
+        return logits.sub_(normalizers).exp_()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy whose gradients are computed with the loss, so that no logits are kept."""
+class _LinearLoss(torch.autograd.Function):
+    """Loss whose gradients are computed with it, so that no logits are kept."""
 
     @staticmethod
     def forward(
@@ -61,10 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.zeros_like(matrix, dtype=torch.float32) if needs_sum else None
             for matrix, needs_sum in zip(weights, needs_weight_grads, strict=True)
         ]
-        budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
-        size = max(1, budget // len(weight))
-        for start in range(0, len(x), size):
-            chunk = slice(start, start + size)
+        for chunk in _split_labels(x, weight, teacher):
             result = _compute_chunk(layer, x, labels, chunk, teacher, measure=measure)
             losses[chunk] = result.losses
             if result.ranks is not None:
@@ -144,8 +159,10 @@ class _ChunkResult:
 def _compute_chunk(
     layer: _OutputLayer, x: Tensor, labels: Tensor, chunk: slice, teacher: Teacher | None, *,
     measure: bool,
-) -> _ChunkResult:  # fmt: skip
+) -> _ChunkResult | _TableChunkResult:  # fmt: skip
     """Compute the losses of a chunk of labels, and their ranks if `measure`."""
+    if teacher is not None and teacher.loss != "kl":
+        return _compute_table_chunk(layer, x, labels, chunk, teacher, measure=measure)
     index = labels[chunk, None]  # [C, 1]
     logits = layer.compute_logits(x[chunk])  # [C, V]
     share = teacher.share if teacher is not None else 0.0
@@ -174,6 +191,45 @@ def _compute_chunk(
     return _ChunkResult(losses, ranks, index, exponentials, totals, probabilities, share)
 
 
+@dataclasses.dataclass(frozen=True)
+class _TableChunkResult:
+    """Losses and ranks of a chunk of labels, and the logits that torch differentiates them by."""
+
+    losses: Tensor  # [C]
+    ranks: Tensor | None  # [C], where measured
+    differentiable_losses: Tensor  # [C]
+    logits: Tensor  # [C, V]
+
+    def differentiate(self, row_weights: Tensor) -> Tensor:
+        """Return the gradient of the logits [C, V]; row_weights: [C, 1]."""
+        (gradient,) = torch.autograd.grad(
+            self.differentiable_losses, self.logits, grad_outputs=row_weights[:, 0]
+        )
+        return gradient
+
+
+def _compute_table_chunk(
+    layer: _OutputLayer, x: Tensor, labels: Tensor, chunk: slice, teacher: Teacher, *,
+    measure: bool,
+) -> _TableChunkResult:  # fmt: skip
+    """Compute a chunk by any loss of LOSSES; `_compute_chunk` has kl's gradient without torch's."""
+    logits = layer.compute_logits(x[chunk]).detach().requires_grad_()  # [C, V]
+    probabilities = teacher.compute_probabilities(chunk)
+    share, tokens = teacher.share, labels[chunk, None]
+    with torch.enable_grad():
+        losses = share * LOSSES[teacher.loss](logits, probabilities)
+        if share < 1:
+            text_losses = -logits.log_softmax(1).gather(1, tokens)[:, 0]
+            losses = losses + (1 - share) * text_losses
+    ranks = None
+    if measure:
+        if share == 1:
+            tokens = probabilities.argmax(1, keepdim=True)
+        values = logits.detach()
+        ranks = rank_labels(values, values.gather(1, tokens), tokens)
+    return _TableChunkResult(losses.detach(), ranks, losses, logits)
+
+
 def rank_labels(logits: Tensor, label_logits: Tensor, index: Tensor) -> Tensor:
     """Count the tokens that come before each label in order of logit; ties go to the lower id.
 
@@ -182,6 +238,39 @@ def rank_labels(logits: Tensor, label_logits: Tensor, index: Tensor) -> Tensor:
     above = (logits > label_logits).sum(1)
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < index  # [C, V]
     return above + ((logits == label_logits) & lower_ids).sum(1)
+
+
+def _split_labels(x: Tensor, weight: Tensor, teacher: Teacher | None) -> Iterator[slice]:
+    """Yield chunks of the labels [N] whose logits fit the device."""
+    budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
+    num_logits = len(weight)
+    if teacher is not None and teacher.loss != "kl":
+        num_logits = max(num_logits, len(teacher.head.weight))
+    size = max(1, budget // num_logits)
+    for start in range(0, len(x), size):
+        yield slice(start, start + size)
+
+
+def measure_acceptances(
+    x: Tensor, weight: Tensor, labels: Tensor, *, teacher: Teacher | None = None,
+    second_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the probability that each draft token is accepted, [N] in float32.
+
+    Without a teacher the text's tokens stand for the target's choice. Other arguments: of
+    `compute_loss`.
+    """
+    layer = _OutputLayer([weight] if second_weight is None else [weight, second_weight], x.dtype)
+    acceptances = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    with torch.no_grad():
+        for chunk in _split_labels(x, weight, teacher):
+            logits = layer.compute_logits(x[chunk])
+            if teacher is not None:
+                probabilities = teacher.compute_probabilities(chunk)
+                acceptances[chunk] = compute_acceptance(logits, probabilities)
+            else:
+                acceptances[chunk] = logits.softmax(1).gather(1, labels[chunk, None])[:, 0]
+    return acceptances
 
 
 def compute_loss(
@@ -198,11 +287,11 @@ def compute_loss(
 
     x [N, E], or [N, E + R] with `second_weight` [V, R] beside the weight [V, E], labels and
     label_weights [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a
-    teacher has a share, the divergence from its distribution. Only the first result is
+    teacher has a share, its loss from its distribution. Only the first result is
     differentiable. Ranks are NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-
     entropy as in https://arxiv.org/abs/2410.10989.
     """
-    results: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         x, weight, labels, label_weights, measure, teacher, second_weight
     )
     return results

@@ -120,7 +120,8 @@ def _describe_training(
         *([f"* went on from the drafter `{start.name}`"] if (start := settings.start_from) else []),
         f"* computed in {compute['dtype']} on {compute['processes']} x {compute['device']}",
         f"* {100 * settings.self_distillation:g}% of what is learned is the target's own"
-        " distribution, the rest the text's tokens",
+        f" distribution (loss {settings.loss}), the rest the text's tokens; weights by depth:"
+        f" {settings.depth_weighting}",
         "* " + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None),
         *([f"* training loss {losses[0]} at the start, {losses[-1]} at the end"] if losses else []),
     ]

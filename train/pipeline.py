@@ -27,6 +27,14 @@ from .setup import list_inputs, prepare_setup
 if TYPE_CHECKING:
     from .loop import Loop
 
+
+def find_decay(settings: TrainSettings) -> str | None:
+    """Return the flag of the method's loss decay, where it was given another value."""
+    name = f"{settings.method}_loss_decay"
+    options = METHODS[settings.method].options["train"]
+    return name_flag(name) if name in list_given(settings, options) else None
+
+
 # Variables that accelerate's launcher sets for options that change a training.
 LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
@@ -50,6 +58,16 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
         lambda s: s.self_distillation > 1, "--self-distillation is {self_distillation:g}",
         "give a share, 0 to 1",
+    ),
+    (
+        lambda s: s.loss != "kl" and not s.self_distillation,
+        "--loss {loss} with --self-distillation {self_distillation:g}: it is a loss from the"
+        " target's distribution, of which nothing would be learned",
+        "give --self-distillation 1, or leave --loss out",
+    ),
+    (
+        lambda s: s.depth_weighting != "decay" and find_decay(s),
+        "{found} has no effect with --depth-weighting {depth_weighting}", "leave one of them out",
     ),
     (
         lambda s: s.stop_at_acceptance is not None and not s.eval_prompts,

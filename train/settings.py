@@ -17,6 +17,8 @@ OUTPUT = option_group("Output", rare=True)
 INTERRUPTION = option_group("Interruption")
 EVALUATION = option_group("Evaluation", rare=True)
 
+LOSSES = ("kl", "ce", "tv", "lk", "lk_hybrid", "ce_l1")  # of loss_table.py, which imports torch
+DEPTH_WEIGHTINGS = ("decay", "uniform", "reach", "dpace")
 TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 
 
@@ -84,6 +86,18 @@ class TrainSettings:
         help="How much to learn from the target's own distribution, 0 to 1; the rest is"
         " learned from the tokens of the text. If not given, the method's default.", minimum=0,
         metavar="W",
+    )  # fmt: skip
+    loss: str = WHAT_LEARNED(
+        "kl",
+        help="Loss from the target's own distribution, as far as --self-distillation lets it count:"
+        " kl; ce, of its most probable token; on the acceptance itself tv (total variation), lk"
+        " (its logarithm) and lk_hybrid; or DSpark's ce_l1.", choices=LOSSES,
+    )  # fmt: skip
+    depth_weighting: str = WHAT_LEARNED(
+        "decay",
+        help="Weights of the tokens of a draft: decay, by the method's loss decay; uniform; reach,"
+        " the measured probability that a depth is reached; or D-PACE's, dpace.",
+        choices=DEPTH_WEIGHTINGS,
     )  # fmt: skip
     shard_target: bool = LARGE_TARGETS(
         False,

@@ -221,6 +221,11 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "nothing would be learned: give more than 0"),
         (f"{TRAIN} --warmup-ratio 1.5", "--warmup-ratio is 1.5", "give 0 to 1"),
         (f"{TRAIN} --self-distillation 1.5", "--self-distillation is 1.5", "give a share, 0 to 1"),
+        (f"{TRAIN} --loss tv",
+         "--loss tv with --self-distillation 0: it is a loss from the target's distribution, of"
+         " which nothing would be learned", "give --self-distillation 1, or leave --loss out"),
+        (f"{TRAIN} --depth-weighting dpace --redrafter-loss-decay 0.7",
+         "--redrafter-loss-decay has no effect with --depth-weighting dpace", LEAVE_ONE),
         (f"{TRAIN} --stop-at-acceptance 2 --eval-prompts 0",
          "--stop-at-acceptance without --eval-prompts: no acceptance is measured",
          "give --eval-prompts more than 0"),

@@ -7,7 +7,7 @@ N counts the labels of one position, V the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.nn.functional import silu
 
 from specdec.errors import SpecDecError
 
+from ..depth_weights import MEASURED_WEIGHTINGS, weigh_depths
 from ..features import Features
-from ..loss import Teacher, compute_loss, measure_positions
+from ..loss import Teacher, compute_loss, measure_acceptances, measure_positions
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 
@@ -30,6 +31,20 @@ class Labels:
     tokens: Tensor  # [N]
     weights: Tensor  # [N] weight of each label's loss in the sum
     hidden: Tensor  # [N, D] the target's states that predict the labels' tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadInput:
+    """Input and matrices of the output layer that makes a position's logits.
+
+    second_weight: [V, R], beside the weight. draft_tokens: [V], those of the logits; None for all
+    of the target's.
+    """
+
+    x: Tensor  # [N, E], or [N, E + R]
+    weight: Tensor  # [V, E]
+    second_weight: Tensor | None = None
+    draft_tokens: Tensor | None = None
 
 
 def choose_mask_token(flag: str, requested_token: int | None, config: Any, table: Tensor) -> int:
@@ -70,18 +85,22 @@ class ResidualBlock(torch.nn.Module):
 class TrainableDrafter(torch.nn.Module):
     """Network in training, whose parameters are named as in the written file.
 
-    A method overrides `draft_states` or `iterate_guesses`, and mostly `compute_position_loss`, or
-    `forward`.
+    A method overrides `draft_states` or `iterate_guesses`, and mostly `join_head`, or `forward`.
     """
+
+    output_layers: tuple[str, ...] = ()  # names of matrices with a row for each token
 
     def __init__(
         self, settings: TrainSettings, *, num_positions: int, loss_decay: float, vocab_size: int
     ) -> None:
         super().__init__()
-        self.num_positions, self.loss_decay = num_positions, loss_decay
+        self.num_positions = num_positions
+        self.depth_weighting = settings.depth_weighting
+        self.loss_decay = loss_decay if self.depth_weighting == "decay" else 1.0
         self.max_k = min(settings.report_top_k, vocab_size)
         # Weight of the target's distribution in the loss.
         self.teacher_share = settings.self_distillation or 0.0
+        self.loss_name = settings.loss
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""
@@ -118,36 +137,81 @@ class TrainableDrafter(torch.nn.Module):
             labels = self.find_labels(features, mask, num_labels, position)
             yield states[labels.mask], labels
 
+    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
+        """Return the output layer of a position: the target's; x: [N, D or more], as guessed."""
+        head = features.head
+        assert head is not None
+        return HeadInput(head.join_input(x), head.joint_weight)
+
+    def make_teacher(
+        self, features: Features, labels: Labels, draft_tokens: Tensor | None
+    ) -> Teacher | None:
+        """Return the target's distribution at the labels; None where only the text teaches."""
+        if not self.teacher_share:
+            return None
+        assert features.head is not None
+        return Teacher(
+            labels.hidden, features.head, self.teacher_share, self.loss_name, draft_tokens
+        )
+
     def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a position's loss, its labels' losses and ranks, by the target's output layer.
+        """Return a position's loss, its labels' losses and ranks.
 
         x: [N, D or more], the drafter's states at the labels.
         """
-        head = features.head
-        assert head is not None
-        x = head.join_input(x)
-        return self.compute_head_loss(features, x, head.joint_weight, labels, measure=measure)
+        head_input = self.join_head(features, position, x)
+        return self.compute_head_loss(features, head_input, labels, measure=measure)
 
     def compute_head_loss(
-        self, features: Features, x: Tensor, weight: Tensor, labels: Labels, *, measure: bool,
-        second_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, features: Features, head_input: HeadInput, labels: Labels, *, measure: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `compute_loss` of an output layer; the target teaches where it has a share."""
-        teacher = None
-        if self.teacher_share:
-            assert features.head is not None
-            teacher = Teacher(labels.hidden, features.head, self.teacher_share)
+        tokens = labels.tokens
+        if head_input.draft_tokens is not None:
+            # Labels are the target's choices among the draft tokens, not the text's tokens.
+            tokens = torch.zeros_like(tokens)
         return compute_loss(
-            x,
-            weight,
-            labels.tokens,
+            head_input.x,
+            head_input.weight,
+            tokens,
             labels.weights,
             measure=measure,
-            teacher=teacher,
-            second_weight=second_weight,
+            teacher=self.make_teacher(features, labels, head_input.draft_tokens),
+            second_weight=head_input.second_weight,
         )
+
+    def measure_head(self, features: Features, head_input: HeadInput, labels: Labels) -> Tensor:
+        """Return the probability that each label's draft token is accepted, [N]."""
+        return measure_acceptances(
+            head_input.x, head_input.weight, labels.tokens,
+            teacher=self.make_teacher(features, labels, head_input.draft_tokens),
+            second_weight=head_input.second_weight,
+        )  # fmt: skip
+
+    def weigh_depths(self, acceptances: Sequence[Tensor], labels: Sequence[Labels]) -> list[Labels]:
+        """Return each position's labels with weights by the acceptance of the depths."""
+        weights = weigh_depths(self.depth_weighting, acceptances, [item.mask for item in labels])
+        return [
+            dataclasses.replace(item, weights=item.weights * weight)
+            for item, weight in zip(labels, weights, strict=True)
+        ]
+
+    def list_guesses(
+        self, features: Features, mask: Tensor, num_labels: Tensor
+    ) -> list[tuple[Tensor, Labels]]:
+        """List the states and labels of `iterate_guesses`, weighted by depth."""
+        guesses = list(self.iterate_guesses(features, mask, num_labels))
+        if self.depth_weighting not in MEASURED_WEIGHTINGS:
+            return guesses
+        with torch.no_grad():
+            acceptances = [
+                self.measure_head(features, self.join_head(features, position, x), labels)
+                for position, (x, labels) in enumerate(guesses)
+            ]
+        all_labels = self.weigh_depths(acceptances, [labels for _, labels in guesses])
+        return [(x, labels) for (x, _), labels in zip(guesses, all_labels, strict=True)]
 
     def forward(
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
@@ -161,7 +225,7 @@ class TrainableDrafter(torch.nn.Module):
         """
         total = features.hidden.new_zeros((), dtype=torch.float32)
         losses, ranks, masks = [], [], []
-        for position, (x, labels) in enumerate(self.iterate_guesses(features, mask, num_labels)):
+        for position, (x, labels) in enumerate(self.list_guesses(features, mask, num_labels)):
             loss, label_losses, label_ranks = self.compute_position_loss(
                 features, position, x, labels, measure=measure
             )

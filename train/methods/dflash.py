@@ -38,7 +38,7 @@ from specdec.options import as_options
 from ..features import Features
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
+from .base import HeadInput, Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
 GOLDEN_RATIO = 0.6180339887  # multiples of it, without their whole parts, spread evenly
@@ -138,6 +138,7 @@ class MarkovHead(torch.nn.Module):
 class DFlash(TrainableDrafter):
     """DFlash drafter and its loss, with the parameter names of z-lab's and DeepSpec's drafters."""
 
+    output_layers = ("markov_head.markov_w2.weight",)
     mask_row: Tensor
 
     def __init__(
@@ -252,17 +253,12 @@ class DFlash(TrainableDrafter):
                 ),
             )
 
-    def compute_position_loss(
-        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
         assert features.head is not None
         second_weight = (
             self.markov_head.markov_w2.weight if self.options.dflash_markov_rank else None
         )
-        weight = features.head.joint_weight
-        return self.compute_head_loss(
-            features, x, weight, labels, measure=measure, second_weight=second_weight
-        )
+        return HeadInput(x, features.head.joint_weight, second_weight)
 
 
 def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:

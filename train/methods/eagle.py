@@ -41,7 +41,7 @@ from specdec.options import as_options
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import Labels, TrainableDrafter, TrainingMethod, choose_mask_token
+from .base import HeadInput, Labels, TrainableDrafter, TrainingMethod, choose_mask_token
 
 # Rotary scalings with which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -296,6 +296,8 @@ class Eagle1(Eagle):
 class Eagle3(Eagle):
     """EAGLE-3: inner states of the target, and an output layer of the drafter's own."""
 
+    output_layers = ("lm_head.weight",)
+
     def __init__(
         self, settings: TrainSettings, model: ModelConfig, head: OutputHead, params: Eagle3Params,
         draft_tokens: Tensor | None = None, mask_row: Tensor | None = None,
@@ -364,17 +366,12 @@ class Eagle3(Eagle):
         """Return the state alone, as the embedding joins it inside of the first layer."""
         return state
 
-    def compute_position_loss(
-        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.d2t is not None:
-            # Labels are the target's choices among the draft tokens, not the text's tokens.
-            draft_tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-            assert features.head is not None
-            features = dataclasses.replace(features, head=features.head.take(draft_tokens))
-            labels = dataclasses.replace(labels, tokens=torch.zeros_like(labels.tokens))
+    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
         x = x if self.params.norm_output else self.norm(x)
-        return self.compute_head_loss(features, x, self.lm_head.weight, labels, measure=measure)
+        draft_tokens = None
+        if self.d2t is not None:
+            draft_tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return HeadInput(x, self.lm_head.weight, draft_tokens=draft_tokens)
 
 
 def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:

@@ -24,7 +24,7 @@ from specdec.options import as_options
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
+from .base import HeadInput, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
 class Medusa(TrainableDrafter):
@@ -47,20 +47,21 @@ class Medusa(TrainableDrafter):
             output = torch.nn.Linear(hidden_size, vocab_size, bias=False)
             output.weight.data = head.weight.detach().float() * head.scale
             self.add_module(str(number), torch.nn.Sequential(*blocks, output))
+        self.output_layers = tuple(
+            f"{number}.{self.num_layers}.weight" for number in range(self.num_positions)
+        )
 
     def draft_states(self, features: Features) -> list[Tensor]:
         """Return the target's states, from which every head makes its guess."""
         num_places = features.hidden.shape[1] - 2
         return [features.hidden[:, : max(0, num_places - i)] for i in range(self.num_positions)]
 
-    def compute_position_loss(
-        self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
         *blocks, output = self.get_submodule(str(position)).children()
         for block in blocks:
             x = block(x)
         assert isinstance(output.weight, Tensor)  # [V, D]
-        return self.compute_head_loss(features, x, output.weight, labels, measure=measure)
+        return HeadInput(x, output.weight)
 
 
 def build_medusa(settings: TrainSettings, target: FrozenTarget) -> Medusa:

@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden, E exit dimension, N labels, V vocabulary, P 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from torch.nn.functional import silu
 from specdec.methods.redrafter import ReDrafterTrain
 from specdec.options import as_options
 
+from ..depth_weights import MEASURED_WEIGHTINGS
 from ..features import Features, TargetShape
 from ..loss import measure_positions
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import Labels, ResidualBlock, TrainableDrafter, TrainingMethod
+from .base import HeadInput, Labels, ResidualBlock, TrainableDrafter, TrainingMethod
 
 
 class RecurrentDrafter(TrainableDrafter):
@@ -48,6 +49,7 @@ class RecurrentDrafter(TrainableDrafter):
             *(ResidualBlock(self.exit_dim) for _ in range(self.num_layers)),
             torch.nn.Linear(self.exit_dim, shape.vocab_size, bias=False),
         )
+        self.output_layers = (f"lm_head.{self.num_layers}.weight",)
         if self.is_rnn:
             self.rnn_u = torch.nn.Linear(shape.hidden_size, shape.hidden_size)
             self.rnn_w = torch.nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
@@ -72,11 +74,11 @@ class RecurrentDrafter(TrainableDrafter):
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
         states = self.compute_states(features.embedded)
-        labels_per_step = [
+        step_labels = [
             self.find_labels(features, mask, num_labels, i) for i in range(self.num_positions)
         ]
         inputs = []
-        for state, labels in zip(states, labels_per_step, strict=True):
+        for state, labels in zip(states, step_labels, strict=True):
             hidden = features.hidden[:, : state.shape[1]]  # [B, T-2-i, D]
             # Only places with a label go through the head, which is nearly all of the work.
             inputs.append(torch.cat((hidden[labels.mask], state[labels.mask]), dim=-1))
@@ -87,18 +89,27 @@ class RecurrentDrafter(TrainableDrafter):
         for block in blocks:
             x = block(x)  # [N, E]
         assert isinstance(output.weight, Tensor)  # [V, E]
-        all_labels = Labels(
-            mask=mask,
-            **{
-                name: torch.cat([getattr(labels, name) for labels in labels_per_step])
-                for name in ("tokens", "weights", "hidden")
-            },
-        )
+        head_input = HeadInput(x, output.weight)
+        if self.depth_weighting in MEASURED_WEIGHTINGS:
+            acceptances = self.measure_head(features, head_input, join_labels(step_labels))
+            sizes = [len(labels.tokens) for labels in step_labels]
+            step_labels = self.weigh_depths(torch.split(acceptances, sizes), step_labels)
         loss, losses, ranks = self.compute_head_loss(
-            features, x, output.weight, all_labels, measure=measure
+            features, head_input, join_labels(step_labels), measure=measure
         )
-        masks = [labels.mask for labels in labels_per_step]
+        masks = [labels.mask for labels in step_labels]
         return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
+
+
+def join_labels(step_labels: Sequence[Labels]) -> Labels:
+    """Join the labels of all steps, one step after another; the mask is the first step's."""
+    return Labels(
+        mask=step_labels[0].mask,
+        **{
+            name: torch.cat([getattr(labels, name) for labels in step_labels])
+            for name in ("tokens", "weights", "hidden")
+        },
+    )
 
 
 def describe_redrafter(drafter: RecurrentDrafter, target: FrozenTarget) -> Mapping[str, Any]:
