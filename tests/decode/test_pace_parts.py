@@ -1,0 +1,391 @@
+"""The parts of the pace, alone, in numbers that a reader can follow: acceptance, account, merging.
+
+What they decide together is in tests/run/test_pace.py and test_pace_simulation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.decode.accept import Candidates
+from specdec.decode.cost_table import CostTable
+from specdec.decode.drafters.account import Account
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.calibration import (
+    AcceptanceCounts,
+    Calibration,
+    DrafterValue,
+    Promise,
+    follow_chances,
+    read_confidence,
+)
+from specdec.decode.drafters.merging import join_candidates, merge_candidates
+from specdec.decode.drafters.paced import PacedDrafter, bind
+from specdec.decode.requests import ActiveRequest
+from specdec.engine.step import States
+from specdec.engine.tree import Tree, make_root
+from specdec.files.acceptance import MAX_DEPTH, MAX_NODES
+from tests.costs import make_costs, make_grid
+
+
+def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
+    """A tree by its nodes' tokens and parents, root first."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return Tree(*(np.array(column, np.int64) for column in (tokens, parents, depths)))
+
+
+def make_draft(
+    tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float] | None = None,
+    source: int = 0,
+) -> Candidates:  # fmt: skip
+    sure = None if confidence is None else np.array(confidence)
+    return Candidates(make_tree(tokens, parents), None, sure, source)
+
+
+PAIR = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.55, 0.25])  # a chain
+FORK = make_draft([7, 4, 5, 6], [-1, 0, 0, 1], [1.0, 0.5, 0.3, 0.9])  # 4 6, and 5 beside it
+
+
+# ---- Calibration.
+
+
+def test_a_draft_counts_when_it_is_learned() -> None:
+    """The first token was right, the second wrong; the drafter's word weighs as four drafts."""
+    calibration = Calibration()
+    calibration.record([PAIR], [[0, 1]])
+    assert calibration.estimate(PAIR) == [1.0, 0.55, 0.25]
+    calibration.learn()
+    # 1 of 1 + 4 at this depth, 4 of 1 + 4 left for all depths, and of those 4 of 5 for its word.
+    right, wrong = calibration.estimate(PAIR)[1:]
+    assert right == pytest.approx(1 / 5 + 4 / 5 * (1 / 5 + 4 / 5 * 0.55))
+    assert wrong == pytest.approx(4 / 5 * (4 / 5 * 0.25))
+    calibration.learn()
+    assert calibration.estimate(PAIR)[1] == right, "it counts once"
+    # Elsewhere the word stands, or is what all depths say of it.
+    other = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.75, 0.55])
+    assert calibration.estimate(other)[1:] == pytest.approx([0.75, 1 / 5 + 4 / 5 * 0.55])
+    assert calibration.estimate(FORK, PAIR)[4:] == [1.0, right, wrong]
+
+
+def test_an_older_draft_weighs_less() -> None:
+    calibration, chain = Calibration(), make_draft([7, 4], [-1, 0], [1.0, 0.55])
+    for path in ([0, 1], [0]):
+        calibration.record([chain], [path])
+    calibration.learn()
+    share = 4 / (1.98 + 4)
+    expected = 0.98 / 5.98 + share * (0.98 / 5.98 + share * 0.55)
+    assert calibration.estimate(chain)[1] == pytest.approx(expected)
+
+
+def test_what_nobody_looked_at_is_not_counted() -> None:
+    """A token below one that was not accepted, and a root alone, which makes nothing older."""
+    calibration = Calibration()
+    calibration.record([FORK, Candidates(make_root(7))], [[0, 2], [0]])
+    calibration.learn()
+    chances = calibration.estimate(FORK)
+    assert chances[1] == pytest.approx(4 / 5 * (4 / 5 * 0.5))
+    assert chances[2] == pytest.approx(1 / 5 + 4 / 5 * (1 / 5 + 4 / 5 * 0.3))
+    assert chances[3] == 0.9
+
+
+def test_each_drafter_of_a_chain_has_its_own_record() -> None:
+    calibration, second = Calibration(), make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.55, 0.25], 1)
+    calibration.record([second], [[0]])
+    calibration.learn()
+    assert calibration.estimate(PAIR, second)[:3] == [1.0, 0.55, 0.25]
+    assert calibration.estimate(second)[1] == pytest.approx(16 / 25 * 0.55)
+
+
+def test_deep_tokens_count_as_the_deepest_that_are_told_apart() -> None:
+    depth = MAX_DEPTH + 3
+    deep = make_draft(range(depth + 1), range(-1, depth), [1.0, *[0.55] * depth])
+    calibration = Calibration()
+    calibration.record([deep], [list(range(depth))])  # all but the last
+    calibration.learn()
+    chances = calibration.estimate(deep)
+    # Depths 12 to 15 together: 3 of 4; depth 1 alone: 1 of 1; of all depths 14 of 15.
+    everywhere = 14 / 19 + 4 / 19 * 0.55
+    assert chances[-1] == chances[-4] == pytest.approx(3 / 8 + 4 / 8 * everywhere)
+    assert chances[1] == pytest.approx(1 / 5 + 4 / 5 * everywhere)
+
+
+def test_small_numbers_again_are_the_same_numbers() -> None:
+    """A weight grows by a fiftieth a draft, and would leave the numbers after 35,000."""
+    calibration, chain = Calibration(), make_draft([7, 4], [-1, 0], [1.0, 0.55])
+    for count in (500, 11_500):
+        calibration.record([chain] * count, [[0, 1]] * count)
+        calibration.learn()
+        # 1 + 0.98 + 0.98 ** 2 ... = 50 drafts.
+        share = 4 / 54
+        expected = 50 / 54 + share * (50 / 54 + share * 0.55)
+        assert calibration.estimate(chain)[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_confidence_by_rank_where_a_drafter_has_none() -> None:
+    """0.6 of the best token, a quarter of that for the next; 0.8 of it one deeper."""
+    tree = make_draft([7, 4, 5, 6], [-1, 0, 0, 1])
+    assert read_confidence(tree)[1:].tolist() == pytest.approx([0.6, 0.15, 0.48])
+    (paths,) = follow_chances([FORK.tree], FORK.confidence.tolist())  # type: ignore[union-attr]
+    assert paths == pytest.approx([1.0, 0.5, 0.3, 0.45])
+    both = follow_chances([PAIR.tree, FORK.tree], [1.0, 0.5, 0.5, 1.0, 0.1, 0.2, 0.5])
+    assert both == [[1.0, 0.5, 0.25], pytest.approx([1.0, 0.1, 0.2, 0.05])]
+
+
+# ---- Counts for the record of a drafter.
+
+
+def test_counts_of_a_fork() -> None:
+    """Nodes are counted in the order of their paths' chances: 4, then 4 6, then 5."""
+    counts = AcceptanceCounts()
+    counts.record([FORK, Candidates(make_root(7))], [[0, 2], [0]])
+    record = counts.make_record(num_prompts=3)
+    assert record is not None
+    assert (record.num_drafts, record.about) == (1, {"num_prompts": 3})
+    seen = {(1, 5): 1, (1, 3): 1}
+    for depth in range(1, MAX_DEPTH + 1):
+        for bucket in range(10):
+            assert record.seen[depth - 1][bucket] == seen.get((depth, bucket), 0)
+            assert record.right[depth - 1][bucket] == ((depth, bucket) == (1, 3))
+    assert record.gains == (0.0, 0.0, *[1.0] * (MAX_NODES - 2))
+
+
+def test_counts_of_deep_and_certain_tokens_and_of_many_nodes() -> None:
+    counts, depth = AcceptanceCounts(), MAX_DEPTH + 2
+    deep = make_draft(range(depth + 1), range(-1, depth), [1.0] * (depth + 1))
+    counts.record([deep], [list(range(depth + 1))])
+    wide = make_draft(range(MAX_NODES + 3), [-1] + [0] * (MAX_NODES + 2))
+    counts.record([wide], [[0, MAX_NODES + 2]])  # the least likely: beyond what is told
+    record = counts.make_record()
+    assert record is not None
+    assert [row[9] for row in record.right] == [1] * 11 + [3], "confidence 1 is in the last tenth"
+    assert record.gains[0] == 0.5
+    assert record.gains[-1] == depth / 2
+
+
+# ---- Means of drafts.
+
+
+def test_a_drafters_value() -> None:
+    value = DrafterValue(2)
+    assert value.gain == pytest.approx(0.7 + 0.49)
+    value.record([2.0, 1.0])
+    assert value.gain == pytest.approx((3.0 + 3 * 1.19) / (2 + 3))
+    value.record([])  # it drafts for nobody: what it brought counts less
+    assert value.gain == pytest.approx((2.97 + 3 * 1.19) / (1.98 + 3))
+    value.ask(0.0, None)
+    assert (value.share, value.num_levels) == (0.875, 2.0)
+    value.ask(0.875, 6)
+    assert (value.share, value.num_levels) == (0.875, 3.0)
+
+
+def test_a_promise_of_trees_and_of_chains() -> None:
+    tree, chain = Promise(3, is_chain=False), Promise(3, is_chain=True)
+    first = [0.7, 1.19, 1.533]
+    assert tree.gains == pytest.approx(first)
+    assert chain.gains == pytest.approx(first)
+    tree.take_emitted([3, 1], 4)  # two tokens were accepted, then none
+    weight = (3 * 0.98 + 1) * 0.98 + 1
+    sums = [(3 * 0.98 * gain + 2) * 0.98 for gain in first]
+    assert tree.gains == pytest.approx([total / weight for total in sums])
+    # Of the tokens that were looked at, two of three were right: all, then the first was wrong.
+    chain.take_emitted([3, 1], 3)
+    right, reached = (2.1 * 0.99 + 2) * 0.99, (3 * 0.99 + 2) * 0.99 + 1
+    rate = right / reached
+    assert chain.gains == pytest.approx([rate, rate + rate**2, rate + rate**2 + rate**3])
+
+
+def test_a_new_text_is_expected_to_be_like_those_before() -> None:
+    promise = Promise(1, is_chain=False)
+    promise.take_emitted([1] * 50, 2)  # a text in which nothing is right
+    low = float(promise.gains[0])
+    assert low < 0.2
+    promise.start(1.0)  # no text had ended: it is all that is known
+    assert promise.gains[0] == pytest.approx(low)
+    promise.take_emitted([2] * 400, 2)
+    assert promise.gains[0] == pytest.approx(1, abs=1e-3)
+    promise.start(1.0)
+    assert promise.gains[0] == pytest.approx(1, abs=1e-3), "the newest of one"
+    promise.take_emitted([1] * 400, 2)
+    promise.start(1.0)
+    assert promise.gains[0] == pytest.approx(0.5, abs=1e-3), "half of two"
+    before = promise.gains[0]
+    promise.take_emitted([1] * 400, 2)
+    promise.start(0.0)
+    assert promise.gains[0] < 0.001 < before
+
+
+def test_an_account() -> None:
+    account = Account()
+    assert account.find_limit(50.0) == pytest.approx(1.0)
+    account.add(10.0, 0.5, is_trial=False)
+    assert (account.spent, account.lost, account.for_trials) == (10.0, 0.5, 0.0)
+    assert account.find_limit(40.0) == pytest.approx(0.02 * 50 - 0.5)
+    account.add(100.0, 0.25, is_trial=True)
+    assert (account.spent, account.lost) == (110.0, 0.75)
+    assert account.for_trials == pytest.approx(0.009 * 100 - 0.25)
+
+
+# ---- Merging.
+
+
+def test_a_merged_tree_is_as_sure_as_the_surer_of_both() -> None:
+    one = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.5, 0.9])
+    two = make_draft([7, 3, 4, 5, 6], [-1, 0, 0, 2, 2], [1.0, 0.1, 0.8, 0.2, 0.3])
+    merged = merge_candidates([one, two])
+    assert merged.tree.tokens.tolist() == [7, 4, 5, 3, 6]
+    assert merged.tree.parents.tolist() == [-1, 0, 1, 0, 1]
+    assert merged.confidence is not None
+    assert merged.confidence.tolist() == [1.0, 0.8, 0.9, 0.1, 0.3]
+    joined = join_candidates([one, Candidates(make_root(7)), two])
+    assert joined.tree.tokens.tolist() == merged.tree.tokens.tolist()
+    assert join_candidates([Candidates(make_root(7)), two]) is two
+
+
+# ---- Drafters under one pace.
+
+
+class Scripted(Drafter):
+    """Drafts by request's root, with what it is told and what it sees kept."""
+
+    max_draft_tokens = max_draft_depth = 3
+
+    def __init__(self, drafts: dict[int, Candidates], **attributes: Any) -> None:
+        self.drafts, self.asked, self.seen = drafts, list[list[int]](), list[Any]()
+        self.num_unread = 0
+        vars(self).update(attributes)
+
+    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
+        return self.num_unread
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        roots = [request.output_ids[-1] for request in requests]
+        self.asked.append(roots)
+        return [self.drafts.get(root, Candidates(make_root(root))) for root in roots]
+
+    def observe(self, requests: Any, states: Any, paths: Sequence[Sequence[int]]) -> None:
+        self.seen.append([list(path) for path in paths])
+
+
+def make_requests(*roots: int) -> list[ActiveRequest]:
+    prompt = SimpleNamespace(input_ids=[3])
+    return [
+        cast(ActiveRequest, SimpleNamespace(output_ids=[root], remaining=99, request=prompt))
+        for root in roots
+    ]  # fmt: skip
+
+
+STATES = States(torch.zeros(1, 1, 1))
+CHEAP = make_costs(step=lambda tokens: 1.0 + 0.002 * tokens)
+
+
+def list_tokens(drafts: Sequence[Candidates]) -> list[list[int]]:
+    return [candidates.tree.tokens.tolist() for candidates in drafts]
+
+
+def test_the_likeliest_nodes_are_verified() -> None:
+    """A node more takes a tenth of a step's time: 0.9 is worth it, 0.45 is, 0.01 is not."""
+    draft = make_draft([7, 1, 2, 3], [-1, 0, 0, 2], [1.0, 0.01, 0.9, 0.5])
+    member = Scripted({7: draft})
+    drafter = PacedDrafter([[member]], make_costs(step=lambda tokens: 1.0 + 0.1 * tokens))
+    (kept,) = drafter.propose(make_requests(7))
+    assert kept.tree.tokens.tolist() == [7, 2, 3]
+    assert kept.tree.parents.tolist() == [-1, 0, 1]
+    assert kept.confidence is not None
+    assert kept.confidence.tolist() == [1.0, 0.9, 0.5]
+    drafter.observe(make_requests(7), STATES, [[0, 1, 2]])
+    assert member.seen == [[[0, 1, 2]]]
+    # A draft of a pass, 0.06, and a step of three nodes, 1.3, have emitted three tokens.
+    account = drafter.pace.account
+    assert account.lost == pytest.approx(0.06 + 1.3 - 3 * 1.1)
+    assert account.spent == pytest.approx(0.06 + 1.3 - 1.1), "the first plan is of no step before"
+    drafter.pace.calibration.learn()
+    assert drafter.pace.calibration.estimate(draft)[2] > 0.9
+
+
+def test_what_was_drawn_and_what_is_fixed_is_verified_whole() -> None:
+    confidence = np.array([1.0, 0.001, 0.001])
+    drawn = Candidates(PAIR.tree, [torch.ones(9) / 9] * 2, confidence)
+    unsure = Candidates(PAIR.tree, None, confidence)
+    for draft, is_fixed, tokens in (
+        (drawn, False, [7, 4, 5]), (unsure, True, [7, 4, 5]), (unsure, False, [7]),
+    ):  # fmt: skip
+        drafter = PacedDrafter([[Scripted({7: draft})]], CHEAP, is_fixed=is_fixed)
+        assert list_tokens(drafter.propose(make_requests(7))) == [tokens]
+
+
+def test_later_drafters_are_asked_for_what_the_first_has_nothing_for() -> None:
+    draft = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.95, 0.95])
+    first = Scripted({7: draft})
+    second = Scripted({8: make_draft([8, 4, 5], [-1, 0, 1], [1.0, 0.9, 0.9])}, num_levels=2)
+    costs = CostTable(
+        steps=make_grid(lambda tokens: 1.0 + 0.002 * tokens),
+        drafts=(make_grid(lambda levels: 0.01), make_grid(lambda levels: 0.1 * levels)),
+    )  # fmt: skip
+    drafter = PacedDrafter([[first], [second]], costs)
+    requests = make_requests(7, 8)
+    drafts = drafter.propose(requests)
+    assert list_tokens(drafts) == [[7, 1, 2], [8, 4, 5]]
+    assert [candidates.source for candidates in drafts] == [0, 1]
+    assert (first.asked, second.asked) == ([[7, 8]], [[8]])
+    drafter.observe(requests, STATES, [[0], [0, 1, 2]])
+    assert first.seen == second.seen == [[[0], [0, 1, 2]]]
+    # Two drafts of the first, one of two levels of the second, and a step of six nodes, that has
+    # emitted four tokens; a plain one of two nodes emits two.
+    assert drafter.pace.account.lost == pytest.approx(2 * 0.01 + 0.2 + 1.012 - 1.004 * 4 / 2)
+    assert drafter.pace.drafters[1].share == pytest.approx(1 - 0.5 / 8)
+
+
+def test_members_of_a_group_share_a_tree_and_chains_are_their_best_paths() -> None:
+    one = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.8, 0.8])
+    two = make_draft([7, 3, 1], [-1, 0, 0], [1.0, 0.7, 0.9])
+    drafter = PacedDrafter([[Scripted({7: one}), Scripted({7: two})]], CHEAP)
+    assert drafter.max_draft_tokens == 6
+    assert list_tokens(drafter.propose(make_requests(7))) == [[7, 1, 2, 3]]
+    drafter = PacedDrafter([[Scripted({7: one}), Scripted({7: two})]], CHEAP)
+    drafter.chains_only = True
+    assert list_tokens(drafter.propose(make_requests(7))) == [[7, 1, 2]]
+
+
+def test_what_members_are_told_and_what_is_known_of_them() -> None:
+    planned = Scripted({}, is_planned=True, follows_prompts=True)
+    planned.max_draft_tokens = planned.max_draft_depth = 8
+    drafter = bind(planned, make_costs(draft=lambda levels: 0.3 * levels))
+    assert (drafter.follows_prompts, drafter.follows_last, drafter.is_indivisible) == (
+        True, False, False,
+    )  # fmt: skip
+    drafter.plan_step(0, 40)
+    assert list_tokens(drafter.propose(make_requests(7))) == [[7]]
+    assert planned.max_prefill == 40
+    # Of 1 + 0.7 + 0.7 ** 2 ... tokens in 1.02 + 0.32 n seconds, two levels make the most.
+    assert planned.max_levels == drafter.pace.max_levels == 2
+    whole = bind(Scripted({}, is_indivisible=True), make_costs())
+    assert whole.is_indivisible
+    assert whole.pace.is_whole
+    lone = Scripted({}, follows_last=True)
+    pair = PacedDrafter([[lone, planned]], make_costs())
+    assert (pair.follows_last, pair.is_indivisible, pair.pace.is_planned) == (True, False, False)
+    lone.num_unread, planned.num_unread = 5, 6
+    assert pair.count_unread(make_requests(7)) == 11
+
+
+def test_a_drafter_that_does_not_pay_rests() -> None:
+    """Nothing is asked of it while the pace rests, and the loop may skip it."""
+    member = Scripted({7: make_draft([7, 1], [-1, 0], [1.0, 0.01])})
+    drafter = bind(member, make_costs(step=lambda n: float(n), draft=lambda n: 1.0))
+    rests = 0
+    for _ in range(100):
+        if drafter.rests(1):
+            drafter.skip(1)
+            rests += 1
+        elif drafter.propose(make_requests(7)):
+            drafter.observe(make_requests(7), STATES, [[0]])
+    assert rests > 80
+    assert len(member.asked) < 5
