@@ -6,6 +6,7 @@ Each number is that of a checkpoint's tensor, so that a row in a wrong place is 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from specdec.checkpoint.config import CheckpointConfig
 from specdec.checkpoint.inventory import list_tensors
 from specdec.engine import int8, native_library
 from specdec.errors import SpecDecError
-from specdec.files.reading import read_json, write_json
+from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import METHODS
 from specdec.methods.medusa import MedusaParams
@@ -84,9 +85,9 @@ def write_checkpoint(
     ]
 
 
-def read_all(plan: TorchPlan, checkpoint: CheckpointConfig, file: str) -> dict[str, Any]:
+def read_all(plan: TorchPlan, file: str) -> dict[str, Any]:
     """A file's tensors in the order of their types, in which scales come before integers."""
-    reader = EngineReader(plan, checkpoint, file)
+    reader = EngineReader(plan, file)
     read = {}
     for name in sorted(plan.files[file], key=lambda n: plan.files[file][n].dtype != "float32"):
         produced = reader.read(name)
@@ -113,13 +114,11 @@ def test_fc_and_gate_are_one_matrix_and_all_else_is_as_it_was(tmp_path: Path) ->
     plan = plan_here(tmp_path, checkpoint, arrays)
     assert (plan.prepack, plan.compile_kernels, plan.packs) == (False, False, False)
     assert (plan.needs_kernels, plan.draft_vocab_size, plan.block_types) == (False, None, None)
-    stored = read_all(plan, checkpoint, "weights.safetensors")
+    stored = read_all(plan, "weights.safetensors")
     assert stored.keys() - arrays.keys() == {GATE_UP}
     assert arrays.keys() - stored.keys() == {FC, GATE}
     np.testing.assert_array_equal(stored.pop(GATE_UP)[:64], arrays[FC])
-    np.testing.assert_array_equal(
-        read_all(plan, checkpoint, "weights.safetensors")[GATE_UP][64:], arrays[GATE]
-    )
+    np.testing.assert_array_equal(read_all(plan, "weights.safetensors")[GATE_UP][64:], arrays[GATE])
     for name, array in stored.items():
         np.testing.assert_array_equal(array, arrays[name])
     assert plan.num_bytes == 4 * sum(array.size for array in arrays.values())
@@ -136,11 +135,11 @@ def test_a_drafter_of_two_ranks_is_whole_and_in_a_file_of_its_own(tmp_path: Path
     arrays = make_arrays(checkpoint)
     plan = plan_here(tmp_path, checkpoint, arrays)
     assert list(plan.files) == ["rank0.safetensors", "rank1.safetensors", "drafter.safetensors"]
-    drafter = read_all(plan, checkpoint, "drafter.safetensors")
+    drafter = read_all(plan, "drafter.safetensors")
     assert set(drafter) == {name for name in arrays if name.startswith("medusa_heads.")}
     for name, array in drafter.items():
         np.testing.assert_array_equal(array, arrays[name])
-    second = read_all(plan, checkpoint, "rank1.safetensors")
+    second = read_all(plan, "rank1.safetensors")
     np.testing.assert_array_equal(
         second[GATE_UP], np.concatenate([arrays[FC][32:], arrays[GATE][32:]])
     )
@@ -171,13 +170,13 @@ def test_heads_of_chosen_tokens_and_their_offsets(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(HEADS)
     arrays = make_arrays(checkpoint)
     tokens = [*range(3, 128, 2)] + [126]
-    write_json(tmp_path / "tokens.json", tokens[::-1])
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens[::-1]))
     plan = plan_here(
         tmp_path, checkpoint, arrays, draft_vocab_file=tmp_path / "tokens.json",
         drafter_weights="int8",
     )  # fmt: skip
     assert (plan.draft_vocab_size, plan.drafter_weights) == (64, "int8")
-    stored = read_all(plan, checkpoint, "weights.safetensors")
+    stored = read_all(plan, "weights.safetensors")
     tokens.sort()
     np.testing.assert_array_equal(stored["medusa_heads.0.d2t"] + np.arange(64), tokens)
     rows = torch.from_numpy(arrays[MEDUSA_HEAD][tokens])
@@ -199,7 +198,7 @@ def test_int8_rounds_whole_rows_also_where_ranks_hold_parts(tp_size: int, tmp_pa
     arrays[PROJ][5] = 0
     arrays[PROJ][6, 3] = 127 * 4  # in rank 0's half: rank 1 rounds by the same scale, 4
     plan = plan_here(tmp_path, checkpoint, arrays, quantization="int8")
-    ranks = [read_all(plan, checkpoint, file) for file in plan.files]
+    ranks = [read_all(plan, file) for file in plan.files]
     specs = list_tensors(checkpoint.model, None)
     for name in (PROJ, DENSE):
         parts = [rank[name].astype(np.float32) for rank in ranks]
@@ -228,7 +227,7 @@ def test_int4_rounds_groups_to_numbers_that_have_a_code(tmp_path: Path) -> None:
     scales = 2.0 ** generator.integers(-3, 3, (len(codes), 2))
     arrays[PROJ] = ((codes - 8) * np.repeat(scales, 32, 1)).astype(np.float32)
     plan = plan_here(tmp_path, checkpoint, arrays, quantization="int4", group_size=32)
-    stored = read_all(plan, checkpoint, "weights.safetensors")
+    stored = read_all(plan, "weights.safetensors")
     assert stored[PROJ].shape == (16, 64)
     np.testing.assert_array_equal(int4.unpack(stored[PROJ]), codes)
     np.testing.assert_array_equal(stored[f"{LAYER}mlp.proj.weights_scaling_factor"], scales)
@@ -261,11 +260,11 @@ def test_fp8_keeps_bytes_and_stacks_the_scales_of_both_halves(tmp_path: Path) ->
     for index, name in enumerate((FC, GATE)):
         arrays[name] = np.full(arrays[name].shape, index + 56, np.int8)
         module = name.removesuffix("weight")
-        arrays[f"{module}weights_scaling_factor"] = np.float32([index + 0.5])
-        arrays[f"{module}activation_scaling_factor"] = np.float32([8 - index])
+        arrays[f"{module}weights_scaling_factor"] = np.array([index + 0.5], np.float32)
+        arrays[f"{module}activation_scaling_factor"] = np.array([8 - index], np.float32)
     plan = plan_here(tmp_path, checkpoint, arrays)
     stored = {
-        name: EngineReader(plan, checkpoint, "weights.safetensors").read(name)
+        name: EngineReader(plan, "weights.safetensors").read(name)
         for name in plan.files["weights.safetensors"] if ".mlp.gate_up" in name
     }  # fmt: skip
     assert plan.files["weights.safetensors"][GATE_UP] == TensorInfo("float8_e4m3fn", (128, 32))
@@ -297,7 +296,7 @@ def test_four_bits_are_stacked_with_zeros_where_one_half_has_some(tmp_path: Path
         arrays, GATE, codes[1], scales[1], input_permutation=order, weights_zero_point=zeros
     )
     plan = plan_here(tmp_path, checkpoint, arrays)
-    stored = read_all(plan, checkpoint, "weights.safetensors")
+    stored = read_all(plan, "weights.safetensors")
     module = GATE_UP.removesuffix("weight")
     np.testing.assert_array_equal(int4.unpack(stored[GATE_UP]), codes.reshape(128, 32))
     np.testing.assert_array_equal(stored[f"{module}weights_scaling_factor"], scales.reshape(128, 1))
@@ -324,7 +323,7 @@ def test_ggml_blocks_are_stacked_and_counted(tmp_path: Path) -> None:
     (tied,) = write_checkpoint(tmp_path / "tied", checkpoint, arrays)
     counts = torch_tensors.count_block_types(tied, {FC, GATE}, checkpoint.model)
     assert counts == {"float32": 4, "Q8_0": 1, "Q4_0": 1}
-    stored = read_all(plan, checkpoint, "weights.safetensors")
+    stored = read_all(plan, "weights.safetensors")
     assert stored[f"{LAYER}mlp.gate_up.ggml_types"].tolist() == [8] * 64 + [2] * 64
     assert stored[GATE_UP].shape == (128, 34)
     assert stored[GATE_UP][[0, 64]].tolist() == [
@@ -335,10 +334,10 @@ def test_ggml_blocks_are_stacked_and_counted(tmp_path: Path) -> None:
 # ---- The folder.
 
 
-def write_here(plan: TorchPlan, checkpoint: CheckpointConfig, folder: Path) -> dict[str, str]:
+def write_here(plan: TorchPlan, folder: Path) -> dict[str, str]:
     folder.mkdir()
-    limits = resolve_limits(BuildSettings(max_seq_len=16), checkpoint)
-    hashes, has_kernels = torch_engine.write_engine(plan, checkpoint, limits, folder, "the id")
+    limits = resolve_limits(BuildSettings(max_seq_len=16), plan.checkpoint)
+    hashes, has_kernels = torch_engine.write_engine(plan, limits, folder, "the id")
     assert not has_kernels
     return hashes
 
@@ -347,7 +346,7 @@ def test_the_folder_that_is_written(tmp_path: Path) -> None:
     checkpoint = make_checkpoint()
     arrays = make_arrays(checkpoint)
     plan = plan_here(tmp_path / "checkpoint", checkpoint, arrays)
-    assert list(write_here(plan, checkpoint, tmp_path / "engine")) == ["weights.safetensors"]
+    assert list(write_here(plan, tmp_path / "engine")) == ["weights.safetensors"]
     weights = load_file(tmp_path / "engine" / "weights.safetensors")
     np.testing.assert_array_equal(weights[GATE_UP], np.concatenate([arrays[FC], arrays[GATE]]))
     np.testing.assert_array_equal(weights[PROJ], arrays[PROJ])
@@ -382,10 +381,10 @@ def test_a_compiler_that_fails(
     plan = dataclasses.replace(plan, compile_kernels=True, packs=True, needs_kernels=is_needed)
     if is_needed:
         with pytest.raises(SpecDecError, match="the compiler failed"):
-            write_here(plan, checkpoint, tmp_path / "engine")
+            write_here(plan, tmp_path / "engine")
         return
     with caplog.at_level(logging.WARNING):
-        write_here(plan, checkpoint, tmp_path / "engine")
+        write_here(plan, tmp_path / "engine")
     assert "no native kernels: the compiler failed; the engine will run on torch's" in caplog.text
     files = sorted(path.name for path in (tmp_path / "engine").iterdir())
     assert files == ["config.json", "weights.safetensors"]
@@ -413,3 +412,26 @@ def test_limits_of_an_engine_whose_tensors_are_not_there_yet() -> None:
     assert (limits.max_batch_size, limits.max_draft_len, limits.max_seq_len) == (4, 9, 2048)
     with pytest.raises(SpecDecError, match="its columns in groups of 128"):
         torch_engine.foresee_limits(BuildSettings(quantization="int4"), make_checkpoint())
+
+
+def test_a_head_is_shared_where_it_is_the_embedding_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    arrays = make_arrays(checkpoint)
+    sources = write_checkpoint(tmp_path / "unlike", checkpoint, arrays)
+    assert torch_tensors.share_head(checkpoint, sources) is checkpoint
+    arrays["lm_head.weight"] = arrays["transformer.vocab_embedding.weight"].copy()
+    sources = write_checkpoint(tmp_path / "alike", checkpoint, arrays)
+    shared = torch_tensors.share_head(checkpoint, sources)
+    assert shared.model == dataclasses.replace(checkpoint.model, share_embedding_table=True)
+    assert shared.raw == {"share_embedding_table": True}
+    assert torch_tensors.share_head(shared, sources) is shared
+    arrays["lm_head.weight"][0, 0] = -0.0  # equal to 0, and other bits
+    arrays["transformer.vocab_embedding.weight"][0, 0] = 0.0
+    sources = write_checkpoint(tmp_path / "zeros", checkpoint, arrays)
+    assert torch_tensors.share_head(checkpoint, sources) is checkpoint
+    # Two ranks have a half of the head each, and the whole embedding.
+    for is_split in (False, True):
+        two = make_checkpoint(tp_size=2, use_parallel_embedding=is_split)
+        arrays["lm_head.weight"] = arrays["transformer.vocab_embedding.weight"]
+        sources = write_checkpoint(tmp_path / f"ranks{is_split}", two, arrays)
+        assert torch_tensors.share_head(two, sources).model.share_embedding_table is is_split
