@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from specdec.system.logs import get_logger
 
 from .loss import Measures
 from .methods.base import TrainableDrafter
+from .optimizer import check_states, compute_learning_rate, make_optimizers
 from .rows import TokenRows, choose_rows
 from .settings import TrainSettings
 from .target import FrozenTarget, RowBatch, make_batch
@@ -56,13 +57,11 @@ class Loop:
         self.settings, self.accelerator, self.hooks = settings, accelerator, hooks
         self.target, self.drafter = target, drafter
         self.train_rows, self.heldout_rows = train_rows, heldout_rows
-        optimizer = torch.optim.AdamW(
-            drafter.parameters(),
-            lr=settings.learning_rate,  # set again before every step
-            weight_decay=settings.weight_decay,
-        )
+        optimizers = make_optimizers(settings, drafter)
         self.model = accelerator.prepare_model(drafter, device_placement=False)
-        self.optimizer = accelerator.prepare_optimizer(optimizer)
+        self.optimizers = {
+            key: accelerator.prepare_optimizer(optimizer) for key, optimizer in optimizers.items()
+        }
         self.rows_per_step = (
             settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
         )
@@ -72,11 +71,12 @@ class Loop:
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
-        check_state(checkpoint, self.drafter.state_dict(), list(self.drafter.parameters()))
+        check_state(checkpoint, self.drafter.state_dict(), self.optimizers)
         self.drafter.load_state_dict(checkpoint["drafter"])
-        # Numbers of the groups, such as the learning rate, come from the settings.
-        state = {**self.optimizer.state_dict(), "state": checkpoint["optimizer"]["state"]}
-        self.optimizer.load_state_dict(state)
+        for key, optimizer in self.optimizers.items():
+            # Numbers of the groups, such as the learning rate, come from the settings.
+            state = {**optimizer.state_dict(), "state": checkpoint[key]["state"]}
+            optimizer.load_state_dict(state)
         self.step, self.num_tokens = checkpoint["step"], checkpoint["num_tokens"]
 
     def _save(self) -> None:
@@ -85,7 +85,7 @@ class Loop:
             "step": self.step,
             "num_tokens": self.num_tokens,
             "drafter": dict(self.drafter.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+            **{key: optimizer.state_dict() for key, optimizer in self.optimizers.items()},
         })  # fmt: skip
 
     def run(self) -> dict[str, Any]:
@@ -164,10 +164,11 @@ class Loop:
             self._refuse_to_continue(step, float(measures.loss.sum()))
         if settings.max_grad_norm:
             accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = compute_learning_rate(settings, step - 1, self.num_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for key, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = compute_learning_rate(settings, step - 1, self.num_steps, key)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return measures
 
     def _seed(self, step: int, batch_index: int) -> None:
@@ -283,7 +284,7 @@ def _format_time(seconds: float) -> str:
 
 
 def check_state(
-    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], parameters: Sequence[Tensor]
+    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], optimizers: Mapping[str, Any]
 ) -> None:
     """Raise ValueError where a checkpoint is not of a drafter with these weights.
 
@@ -295,22 +296,7 @@ def check_state(
     shapes = {name: tensor.shape for name, tensor in checkpoint["drafter"].items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise ValueError("the weights are of another drafter")
-    _check_optimizer(checkpoint["optimizer"]["state"], parameters)
-
-
-def _check_optimizer(state: Mapping[Any, Any], parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError where AdamW's state is not of these parameters.
-
-    torch's optimizers take tensors of any shape, and fail, or broadcast them, at the next step.
-    """
-    for index, entry in state.items():
-        is_parameter = type(index) is int and 0 <= index < len(parameters)
-        if not is_parameter or entry.keys() != {"exp_avg", "exp_avg_sq", "step"}:
-            raise ValueError("the optimizer is of another drafter")
-        for name, tensor in entry.items():
-            shape = torch.Size(()) if name == "step" else parameters[index].shape
-            if not isinstance(tensor, Tensor) or tensor.shape != shape:
-                raise ValueError(f"{name} of the optimizer is not {list(shape)}")
+    check_states(checkpoint, optimizers)
 
 
 def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> int:
@@ -319,12 +305,3 @@ def count_steps(settings: TrainSettings, num_rows: int, rows_per_step: int) -> i
         return settings.max_steps
     num_epochs = 2.0 if settings.num_epochs is None else settings.num_epochs
     return max(1, math.ceil(num_epochs * num_rows / rows_per_step))
-
-
-def compute_learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
-    """Return a step's learning rate: linear warm-up, then half a cosine to zero; step: from 0."""
-    num_warmup = round(settings.warmup_ratio * num_steps)
-    if step < num_warmup:
-        return settings.learning_rate * (step + 1) / num_warmup
-    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
-    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -113,8 +113,8 @@ def _describe_training(
     losses = [line["mean_loss"] for line in log if "mean_loss" in line]
     options = {k: v for k, v in to_plain(settings).items() if k.startswith(settings.method + "_")}
     return [
-        f"* AdamW, learning rate {settings.learning_rate:g} after a warm-up over"
-        f" {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
+        f"* {_name_optimizer(settings)}, learning rate {settings.learning_rate:g} after a warm-up"
+        f" over {100 * settings.warmup_ratio:g}% of the steps, then a cosine to zero; weight decay"
         f" {settings.weight_decay:g}, gradients clipped at {settings.max_grad_norm:g}; seed"
         f" {settings.seed}",
         *([f"* went on from the drafter `{start.name}`"] if (start := settings.start_from) else []),
@@ -125,6 +125,13 @@ def _describe_training(
         "* " + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None),
         *([f"* training loss {losses[0]} at the start, {losses[-1]} at the end"] if losses else []),
     ]
+
+
+def _name_optimizer(settings: TrainSettings) -> str:
+    if settings.optimizer == "adamw":
+        return "AdamW"
+    rate = settings.muon_learning_rate or settings.learning_rate
+    return f"Muon for matrices, learning rate {rate:g}; AdamW for other weights"
 
 
 def _describe_results(settings: TrainSettings, evaluation: dict[str, Any]) -> list[str]:

@@ -54,6 +54,14 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda s: s.learning_rate == 0, "--learning-rate is 0",
         "nothing would be learned: give more than 0",
     ),
+    (
+        lambda s: s.muon_learning_rate is not None and s.optimizer != "muon",
+        "--muon-learning-rate has no effect with --optimizer {optimizer}", "leave one of them out",
+    ),
+    (
+        lambda s: s.muon_learning_rate == 0, "--muon-learning-rate is 0",
+        "most weights would learn nothing: give more than 0",
+    ),
     (lambda s: s.warmup_ratio > 1, "--warmup-ratio is {warmup_ratio:g}", "give 0 to 1"),
     (
         lambda s: s.self_distillation > 1, "--self-distillation is {self_distillation:g}",

@@ -55,7 +55,7 @@ class TrainSettings:
         metavar="X",
     )  # fmt: skip
     learning_rate: float = LENGTH_SPEED(
-        help="Highest learning rate of AdamW; if not given, the method's default.",
+        help="Highest learning rate; if not given, the method's default.",
         minimum=0, maximum=1000,
     )  # fmt: skip
     batch_size: int = LENGTH_SPEED(
@@ -67,10 +67,19 @@ class TrainSettings:
     model_max_length: int | None = LENGTH_SPEED(
         help="Tokens in a row; if not given, the target's limit, at most 2048.", minimum=8
     )
+    optimizer: str = OPTIMIZER(
+        "adamw",
+        help="adamw, or muon: Muon for the matrices of the drafter's layers, AdamW for embeddings,"
+        " output layers, norms and biases.", choices=("adamw", "muon"),
+    )  # fmt: skip
+    muon_learning_rate: float | None = OPTIMIZER(
+        help="Highest learning rate of Muon, whose steps are scaled to AdamW's size; if not given,"
+        " --learning-rate.", minimum=0, maximum=1000, metavar="LR",
+    )  # fmt: skip
     warmup_ratio: float = OPTIMIZER(
         0.1, help="Share of the steps in which the learning rate rises.", minimum=0
     )
-    weight_decay: float = OPTIMIZER(0.0, help="AdamW's weight decay.", minimum=0, maximum=1)
+    weight_decay: float = OPTIMIZER(0.0, help="Weight decay.", minimum=0, maximum=1)
     max_grad_norm: float = OPTIMIZER(1.0, help="Clip gradients to this norm; 0: never.", minimum=0)
     seed: int = OPTIMIZER(
         0, help="Seed of the first weights and of the order of the data.", minimum=0,

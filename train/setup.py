@@ -38,8 +38,10 @@ class Setup:
 def prepare_setup(settings: TrainSettings, accelerator: Any) -> Setup:
     """Read the target's configuration; choose the method, the type and the row length."""
     from .methods import load_method
+    from .optimizer import check_optimizer
     from .target import load_config
 
+    check_optimizer(settings)
     config = load_config(settings.model_dir)
     return Setup(
         settings=settings,

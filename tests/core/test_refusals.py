@@ -221,6 +221,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "nothing would be learned: give more than 0"),
         (f"{TRAIN} --warmup-ratio 1.5", "--warmup-ratio is 1.5", "give 0 to 1"),
         (f"{TRAIN} --self-distillation 1.5", "--self-distillation is 1.5", "give a share, 0 to 1"),
+        (f"{TRAIN} --muon-learning-rate 0.1",
+         "--muon-learning-rate has no effect with --optimizer adamw", LEAVE_ONE),
+        (f"{TRAIN} --optimizer muon --muon-learning-rate 0", "--muon-learning-rate is 0",
+         "most weights would learn nothing: give more than 0"),
         (f"{TRAIN} --loss tv",
          "--loss tv with --self-distillation 0: it is a loss from the target's distribution, of"
          " which nothing would be learned", "give --self-distillation 1, or leave --loss out"),

@@ -74,7 +74,7 @@ def load(state: TrainingState) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     try:
-        check_state(checkpoint, model.state_dict(), list(model.parameters()))
+        check_state(checkpoint, model.state_dict(), {"optimizer": optimizer})
         model.load_state_dict(checkpoint["drafter"])
         fresh = optimizer.state_dict()
         optimizer.load_state_dict({**fresh, "state": checkpoint["optimizer"]["state"]})
@@ -221,6 +221,7 @@ CHECKPOINTS: dict[str, Callable[[dict[str, Any]], object]] = {
     ),
     "no averages": lambda c: c["optimizer"]["state"][0].clear(),
     "averages of another weight": lambda c: c["optimizer"]["state"].update({9: {}}),
+    "averages of Muon": lambda c: c.update(muon=c["optimizer"]),
     "a list for an optimizer": lambda c: c.update(optimizer=[]),
 }
 

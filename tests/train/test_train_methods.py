@@ -204,14 +204,24 @@ def test_a_drafter_of_other_sizes_is_no_start(train: Train, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("medusa", "float32"), ("eagle", "bfloat16"), ("eagle3-all", "float32")],
-)
+    ("kind", "dtype", "recipe"),
+    [
+        ("medusa", "float32", ()), ("eagle", "bfloat16", ()),
+        ("eagle3-all", "float32", ("--optimizer", "muon", "--loss", "lk_hybrid",
+                                   "--depth-weighting", "dpace", "--muon-learning-rate", 0.01)),
+    ],
+)  # fmt: skip
 def test_an_interrupted_training_resumes_to_the_same_bytes(
-    kind: str, dtype: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    dtype: str,
+    recipe: tuple[object, ...],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = (
         "--max-steps", 10, "--save-steps", 3, "--gradient-accumulation-steps", 2, "--dtype", dtype,
+        *recipe,
     )  # fmt: skip
     train(kind, "whole", *options)
     take_step: Callable[..., Any] = loop.Loop._take_step
