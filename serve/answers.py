@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogp
 
 from .metrics import FINISH_REASONS, describe_jobs
 from .parsing import Delta, Parser
+from .protocol import EVENT_STREAM, BadRequest, describe_error
 from .scheduler import Job
 from .schema import GenerationBody
 from .tokens import TokenTable
@@ -56,6 +58,7 @@ class Choice(Job):
         self.text = request.input_text if is_echoed else ""
         self.tokens: list[AnswerToken] = []
         self.finish_reason: str | None = None
+        self.stop_word: str | None = None  # the one that ended the text
         # Number of the output's tokens, and the sum of their log-probabilities.
         self.num_seen, self.total_logprob = 0, 0.0
         self.prompt_logprobs: list[TokenLogprob | None] = []
@@ -78,6 +81,7 @@ class Choice(Job):
         self.prompt_logprobs += event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason = FINISH_REASONS[event.finish_reason]
+            self.stop_word = event.stop_word
         if not self.has_output:
             self.finish_reason = self.finish_reason and "length"
             return ""
@@ -149,6 +153,7 @@ class Choice(Job):
 class EndpointAnswer:
     """Answer to one HTTP request: its id, its choices, and their forms."""
 
+    stream_type: ClassVar[str] = EVENT_STREAM
     ending = b"data: [DONE]\n\n"  # the last event of a stream
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]  # OpenAI's `object` of a whole answer
@@ -247,9 +252,14 @@ class EndpointAnswer:
             chunk = self._wrap(self.chunk_name, [])
             yield chunk | {"usage": self.usage, **self._last_fields}
 
-    def fail(self, error: dict[str, Any]) -> dict[str, Any]:
+    def fail(self, error: BadRequest) -> dict[str, Any]:
         """Return the chunk of an error that ends a stream."""
-        return {"error": error}
+        return describe_error(error)
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        """Return a chunk as a server-sent event."""
+        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+        return f"{name}data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import json
-import re
-import secrets
 from collections import deque
 from collections.abc import (
     AsyncIterator,
@@ -36,10 +31,12 @@ from specdec.files.reading import parse_json
 from specdec.system import logs
 
 from .answers import ChatAnswer, Choice, CompletionAnswer, EndpointAnswer
+from .errors import FailedRequest, answer_error, answer_http, explain
 from .formats import NO_FORMATS, ChatFormats
+from .messages import CountBody, MessagesAnswer, MessagesBody
 from .metrics import Metrics
 from .parsing import Parser
-from .protocol import EVENTS, BadRequest, make_error
+from .protocol import EVENT_STREAM, EVENTS, BadRequest
 from .requests import find_starts, make_requests
 from .response_body import ResponseBody
 from .responses import ResponseAnswer
@@ -60,13 +57,10 @@ from .tools import make_parser, read_calling
 
 logger = logs.get_logger(__name__)
 PAGE = Path(__file__).parent / "page.html"
-OPEN_PATHS = ("/health", "/")  # need no key: the page is a file, and asks for it
-MAX_HEADER_BYTES = 32 * 1024
 BODY_SECONDS = 60.0  # time limit for receiving a body
 # Memory of bodies that are being received, in bodies of the largest size.
 MAX_BODIES = 32
 LARGE_BODY = 64 * 1024
-REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # ids of clients that are sent back
 MAX_IGNORED = 100  # parameters without effect that are logged
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -85,14 +79,6 @@ class PreparedChoice(NamedTuple):
     request: InferenceRequest
     starts: list[int]
     parser: Parser | None
-
-
-class FailedRequest(Exception):
-    """Request that the engine ended, for `cause`, which its thread has logged."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 class Notifier:
@@ -144,6 +130,8 @@ class Endpoints:
             self._route("/v1/completions", CompletionBody, CompletionAnswer),
             self._route("/v1/chat/completions", ChatBody, ChatAnswer),
             self._route("/v1/responses", ResponseBody, ResponseAnswer),
+            self._route("/v1/messages", MessagesBody, MessagesAnswer),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -155,7 +143,7 @@ class Endpoints:
         if PAGE.is_file():
             routes.append(Route("/", self._show_page))
         kinds = (BadRequest, ClientDisconnect, FailedRequest, SpecDecError, Exception)
-        handlers = {HTTPException: _answer_http} | dict.fromkeys(kinds, _answer_error)
+        handlers = {HTTPException: answer_http} | dict.fromkeys(kinds, answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # a redirect would go to the host of the Host header
         return app
@@ -195,7 +183,7 @@ class Endpoints:
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
         if body.stream:
-            return EventStream(_format_events(events, answer), choices, self._scheduler)
+            return EventStream(_format_events(events, answer), answer, self._scheduler)
         following = asyncio.ensure_future(_exhaust(events))
         leaving = asyncio.ensure_future(_wait_for_leave(http.receive))
         try:
@@ -263,6 +251,10 @@ class Endpoints:
         finally:
             timer.cancel()
 
+    async def _count_tokens(self, http: Request) -> Response:
+        _, ids = await self._read(http, CountBody, self._find_chat_tokens)
+        return JSONResponse({"input_tokens": len(ids)})
+
     async def _tokenize(self, http: Request) -> Response:
         _, ids = await self._read(http, TokenizeBody, self._find_tokens)
         return JSONResponse(
@@ -273,15 +265,17 @@ class Endpoints:
         if (body.messages is None) == (body.prompt is None):
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            chat = body.make_chat()
-            calling = read_calling(chat, self._formats)
-            requests, _ = make_requests(self._engine, chat, self._formats, calling)
-            return requests[0].input_ids
+            return self._find_chat_tokens(body.make_chat())
         has_special = body.add_special_tokens is not False
         encoding = self._engine.tokenizer(
             body.prompt, add_special_tokens=has_special, verbose=False
         )
         return list(encoding["input_ids"])
+
+    def _find_chat_tokens(self, body: ConversationBody) -> list[int]:
+        calling = read_calling(body, self._formats)
+        requests, _ = make_requests(self._engine, body, self._formats, calling)
+        return requests[0].input_ids
 
     async def _detokenize(self, http: Request) -> Response:
         _, text = await self._read(http, DetokenizeBody, self._find_text)
@@ -300,7 +294,8 @@ class Endpoints:
         return text
 
     async def _list_models(self, http: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+        name = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._describe_model()], **name})
 
     async def _show_model(self, http: Request) -> Response:
         check_model(http.path_params["name"], self._model)
@@ -309,6 +304,7 @@ class Endpoints:
     def _describe_model(self) -> dict[str, Any]:
         return {
             "id": self._model, "object": "model", "created": 0, "owned_by": "specdec",
+            "type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z",
             "max_model_len": self._engine.max_seq_len, "specdec": self._engine.describe(),
         }  # fmt: skip
 
@@ -316,7 +312,7 @@ class Endpoints:
         if self._scheduler.is_ready:
             return JSONResponse({"status": "ok"})
         reasons = list_stopped_ranks() or ["the server is not ready, or about to end"]
-        return make_error(", ".join(reasons), 503)
+        raise BadRequest(", ".join(reasons), status=503)
 
     async def _show_metrics(self, http: Request) -> Response:
         scheduler = self._scheduler
@@ -384,17 +380,17 @@ class Endpoints:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until they end or the client leaves; a slow client gets fewer."""
+    """Answer in parts, until it ends or the client leaves; a slow client gets fewer."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], jobs: Sequence[Job], scheduler: JobScheduler
+        self, events: AsyncIterator[bytes], answer: EndpointAnswer, scheduler: JobScheduler
     ) -> None:
         headers = {"Cache-Control": "no-cache"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._jobs, self._scheduler = jobs, scheduler
+        super().__init__(events, media_type=answer.stream_type, headers=headers)
+        self._jobs, self._scheduler = answer.choices, scheduler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[EVENTS] = True
+        scope[EVENTS] = self.media_type == EVENT_STREAM
         try:
             with contextlib.suppress(OSError):  # the client left during a write
                 await super().__call__(scope, receive, send)
@@ -407,20 +403,6 @@ def cancel_all(scheduler: JobScheduler, jobs: Sequence[Job]) -> None:
     for job in jobs:
         if not job.is_over:
             scheduler.cancel(job)
-
-
-def _add_request_id(scope: Scope, send: Send) -> Send:
-    """Let an answer have the client's own x-request-id, or a new one."""
-    request_id = dict(scope.get("headers", ())).get(b"x-request-id", b"")
-    if not REQUEST_ID.fullmatch(request_id):
-        request_id = f"req_{secrets.token_hex(16)}".encode()
-
-    async def add(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-        await send(message)
-
-    return add
 
 
 async def _wait_for_leave(receive: Receive) -> None:
@@ -450,86 +432,16 @@ async def _exhaust(events: AsyncIterator[Any]) -> None:
 async def _format_events(
     events: AsyncIterator[dict[str, Any]], answer: EndpointAnswer
 ) -> AsyncIterator[bytes]:
-    """Yield chunks as server-sent events; an error in between is one, too."""
+    """Yield chunks as the answer's stream has them; an error in between is one, too."""
     for chunk in answer.open():
-        yield _format(chunk)
+        yield answer.encode(chunk)
     try:
         async for chunk in events:
-            yield _format(chunk)
+            yield answer.encode(chunk)
         for chunk in answer.close():
-            yield _format(chunk)
+            yield answer.encode(chunk)
     except Exception as error:  # the status line is sent already
         if not isinstance(error, (FailedRequest, BadRequest)):
             logger.exception("a stream failed")
-        document = json.loads(bytes(explain(error).body) or b'{"error": {}}')
-        yield _format(answer.fail(document["error"]))
+        yield answer.encode(answer.fail(explain(error)))
     yield answer.ending
-
-
-def _format(chunk: dict[str, Any]) -> bytes:
-    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-    return f"{name}data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
-
-
-def explain(error: Exception) -> Response:
-    """Return the answer to a request that an error ended."""
-    if isinstance(error, FailedRequest):
-        error = error.cause
-    if isinstance(error, BadRequest):
-        return make_error(error.message, error.status, error.param, error.code, error.headers)
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
-    if isinstance(error, SpecDecError):
-        return make_error(error.message, 500)
-    return make_error("a step of the engine failed, which ended this request", 500)
-
-
-async def _answer_error(_: Request, error: Exception) -> Response:
-    return explain(error)
-
-
-async def _answer_http(http: Request, error: Any) -> Response:
-    message, path = str(error.detail), http.url.path[:100]
-    if error.status_code == 404:
-        message = f"there is no {path}"
-    elif error.status_code == 405:
-        message = f"{path} does not take {http.method[:20]}, only {error.headers['Allow']}"
-    return make_error(message, error.status_code, headers=error.headers)
-
-
-class AccessControl:
-    """Gate that refuses requests without the key or, where none is set, of another Host name."""
-
-    def __init__(
-        self, endpoints: Endpoints, key: str | None, local_names: frozenset[str] | None
-    ) -> None:
-        """local_names: host names for clients without a key; None allows any name."""
-        self._app, self._local_names = endpoints.make_app(), local_names
-        self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._refuse(scope) if scope["type"] == "http" else None
-        send = _add_request_id(scope, send)
-        with contextlib.suppress(asyncio.CancelledError):  # a second signal cancels requests
-            await (answer or self._app)(scope, receive, send)
-
-    def _refuse(self, scope: Scope) -> Response | None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return make_error(f"the headers have more than {MAX_HEADER_BYTES} bytes", 431)
-        headers = dict(scope["headers"])
-        if self._digest is not None and scope["path"] not in OPEN_PATHS:
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            digest = hashlib.sha256(key.strip()).digest()
-            if not (hmac.compare_digest(digest, self._digest) and kind.lower() == b"bearer"):
-                reason = "the key is not this server's" if key else "a key is needed"
-                return make_error(
-                    f"{reason}: Authorization: Bearer KEY", 401, code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
-        # DNS rebinding: a page of another site whose name resolves here would send that name.
-        host = headers.get(b"host", b"localhost").decode("latin-1")
-        name = host.lower()
-        name = name[: name.rfind("]") + 1] if name.startswith("[") else name.split(":")[0]
-        if self._local_names is not None and name not in self._local_names:
-            return make_error(f"this server is not called {host[:100]!r}", 403)
-        return None

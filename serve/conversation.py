@@ -74,10 +74,13 @@ def _refuse_content(content: Any, path: str) -> BadRequest:
     return refuse(path, f"is {shorten(content)}: give a text, or a list of parts of text")
 
 
-def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -> list[str]:
+def list_unread_fields(
+    prompt: Mapping[str, Any], tokenizer: Any, source: str, paths: Mapping[str, str]
+) -> list[str]:
     """List the messages' fields and the template's variables that leave the prompt as it is.
 
-    prompt: a Prompt's fields of a chat. source: the parameter that has the conversation.
+    prompt: a Prompt's fields of a chat. source: the parameter that has the conversation. paths: of
+    the variables in the body.
     BadRequest for calls that the chat template does not show.
     """
 
@@ -85,7 +88,7 @@ def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -
         chat = Prompt(**{**prompt, **changes})
         return render_chat(chat, chat.messages, tokenizer)
 
-    reduced = _list_reduced(prompt, source)
+    reduced = _list_reduced(prompt, source, paths)
     if len(reduced) > MAX_FIELDS:
         raise refuse(source, f"and the template's variables have {len(reduced)} names beside role"
                      f" and content, at most {MAX_FIELDS} are read")  # fmt: skip
@@ -101,14 +104,15 @@ def list_unread_fields(prompt: Mapping[str, Any], tokenizer: Any, source: str) -
     return unread_names
 
 
-def _list_reduced(prompt: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+def _list_reduced(
+    prompt: Mapping[str, Any], source: str, paths: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """Return a prompt's changes that each leave out one field or variable, by its path."""
     messages, variables = prompt["messages"], prompt["chat_template_kwargs"]
     changes: dict[str, dict[str, Any]] = {}
     for name in variables:
-        path = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:100]}"
         fewer_variables = {key: variables[key] for key in variables if key != name}
-        changes[path] = {"chat_template_kwargs": fewer_variables}
+        changes[paths[name]] = {"chat_template_kwargs": fewer_variables}
     for name in dict.fromkeys(name for message in messages for name in message):
         if name not in ("role", "content"):
             reduced = [{key: m[key] for key in m if key != name} for m in messages]

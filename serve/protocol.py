@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0  # time limit for receiving a request's headers
-EVENTS = "specdec.events"  # key of a request's scope: its answer is a stream of events
+EVENTS = "specdec.events"  # key of a request's scope: whether its answer is a stream of events
+EVENT_STREAM = "text/event-stream"
 # Wait after a probe that shows whether a client that sends no more has left.
 PROBE_SECONDS = 0.01
 STALL_SECONDS = 60.0  # after which a client that reads nothing of its answer is dropped
@@ -36,15 +37,12 @@ def refuse(path: str, reason: str, **details: Any) -> BadRequest:
     return BadRequest(f"{path} {reason}", path.partition(".")[0], **details)
 
 
-def make_error(
-    message: str, status: int, param: str | None = None, code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:  # fmt: skip
-    """Return an error as an HTTP answer in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+def describe_error(error: BadRequest) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    details = {"type": kind, "param": error.param, "code": error.code}
+    return {"error": {"message": error.message, **details}}
 
 
 class Connection(H11Protocol):
@@ -115,7 +113,8 @@ class Connection(H11Protocol):
             return
         status = HTTPStatus(getattr(sys.exc_info()[1], "error_status_hint", 400))
         messages = {400: "this is not a valid HTTP request", 431: "the headers are too large"}
-        answer = make_error(messages.get(status, status.phrase), status)
+        error = BadRequest(messages.get(status, status.phrase), status=status)
+        answer = JSONResponse(describe_error(error), status)
         headers = [*answer.raw_headers, (b"connection", b"close")]
         for event in (
             h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()),

@@ -20,7 +20,6 @@ from .grammars import find_grammar
 from .protocol import BadRequest
 from .schema import (
     PROMPT,
-    TEMPLATE,
     CompletionBody,
     ConversationBody,
     GenerationBody,
@@ -30,7 +29,6 @@ from .schema import (
 from .tools import Calling, GrammarWriter, write_messages
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
-STOPS = ("stop", "stop_token_ids")
 
 
 class BodyInputs(NamedTuple):
@@ -134,8 +132,9 @@ def _drop_stops(body: GenerationBody, calling: Calling) -> tuple[GenerationBody,
         raise BadRequest(reason, "ignore_eos")
     if not calling.is_forced:
         return body, []
-    unused_stops = [name for name in STOPS if getattr(body, name)]
-    return dataclasses.replace(body, stop=None, stop_token_ids=None), unused_stops
+    unused_stops = [name for name in body.stop_names if getattr(body, name)]
+    no_stops: dict[str, Any] = dict.fromkeys(body.stop_names)
+    return dataclasses.replace(body, **no_stops), unused_stops
 
 
 def _read_inputs(
@@ -166,15 +165,14 @@ def _read_conversation(
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
     messages, ignored = read_messages(body)
     template = str(engine.tokenizer.chat_template or "")
-    variables = dict(body.chat_template_kwargs or {})
-    if body.effort is not None:
-        variables["reasoning_effort"] = body.effort
+    variables = {name: value for name, (_, value) in body.list_variables().items()}
     prompt: dict[str, Any] = {
         "messages": write_messages(messages, template, calling, formats),
-        **body.list_given(TEMPLATE),
+        **body.list_template_settings(),
         "chat_template_kwargs": variables,
     }
-    ignored += list_unread_fields(prompt, engine.tokenizer, body.source)
+    paths = {name: path for name, (path, _) in body.list_variables().items()}
+    ignored += list_unread_fields(prompt, engine.tokenizer, body.source, paths)
     if calling is not None and formats.reads_tools:
         variables["tools"] = list(calling.tools)
     settings = {"max_output_len": limit, "logprobs": body.num_top_logprobs}

@@ -102,8 +102,8 @@ class ResponseBody(ConversationBody):
         return 0 if self.top_logprobs is None and is_included else self.top_logprobs
 
     @property
-    def effort(self) -> str | None:
-        return self.reasoning.effort if self.reasoning is not None else None
+    def effort(self) -> tuple[str, str | None]:
+        return "reasoning.effort", self.reasoning.effort if self.reasoning is not None else None
 
     @property
     def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:

@@ -9,6 +9,7 @@ from typing import Any
 from specdec import Event
 
 from .answers import ChatAnswer, Choice
+from .protocol import BadRequest
 from .response_body import ECHOED
 
 Item = dict[str, Any]
@@ -65,10 +66,10 @@ class ResponseAnswer(ChatAnswer):
         """Yield nothing: the last event has the usage."""
         return iter(())
 
-    def fail(self, error: dict[str, Any]) -> dict[str, Any]:
+    def fail(self, error: BadRequest) -> dict[str, Any]:
         """Return the event of an error that ends a stream."""
         self._status = "failed"
-        short_error = {"code": error["code"] or "server_error", "message": error["message"]}
+        short_error = {"code": error.code or "server_error", "message": error.message}
         return self._make_event("response.failed", response=self.to_json() | {"error": short_error})
 
     def _add_delta(self, delta: Item, logprobs: Any) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from .protocol import BadRequest, refuse
 
 MAX_STOPS = 16
 MAX_STOP_LETTERS = 1000
-MAX_BIASES = MAX_CHOICE = 1024
+MAX_BIASES = MAX_CHOICE = MAX_TOOLS = 1024
 # Parameters that cannot change the text, and do nothing here: OpenAI's, vLLM's and llama.cpp's.
 IGNORED = (
     "store", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key",
@@ -222,6 +222,7 @@ class GenerationBody(Body):
     """Body that asks for new tokens: the parameters that all such endpoints share."""
 
     ignored_names: ClassVar[Sequence[str]] = IGNORED
+    stop_names: ClassVar[Sequence[str]] = ("stop", "stop_token_ids")
 
     temperature: float | None = _prompt_setting("temperature")
     top_p: float | None = _prompt_setting("top_p")
@@ -321,11 +322,12 @@ class CompletionBody(GenerationBody):
 class ConversationBody(GenerationBody):
     """Body with a conversation, and perhaps tools.
 
-    has_flat_tools: whether a tool's function stands in the tool itself. limit_name: the parameter
-    that limits the answer's tokens besides max_tokens.
+    has_flat_tools: whether a tool's function stands in the tool itself. schema_key: the key of a
+    function's schema. limit_name: the parameter that limits the answer's tokens besides max_tokens.
     """
 
     has_flat_tools: ClassVar[bool] = False
+    schema_key: ClassVar[str] = "parameters"
     limit_name: ClassVar[str]
 
     top_logprobs: int | None = parameter(TOP)
@@ -337,9 +339,45 @@ class ConversationBody(GenerationBody):
     parallel_tool_calls: bool | None = parameter(BOOL)
 
     @property
-    def effort(self) -> str | None:
-        """Reasoning effort, a variable of the chat template."""
+    def effort(self) -> tuple[str, str | None]:
+        """Path of the reasoning effort, a variable of the chat template, and that effort."""
         raise NotImplementedError
+
+    @property
+    def thinking_switch(self) -> tuple[str, bool | None]:
+        """Path of the parameter that turns reasoning on or off, and what it says."""
+        return "", None
+
+    def list_variables(self) -> dict[str, tuple[str, Any]]:
+        """Return the chat template's variables by name, each with its path in the body."""
+        variables: dict[str, tuple[str, Any]] = {
+            name: (f"chat_template_kwargs.{name[:100]}", value)
+            for name, value in (self.chat_template_kwargs or {}).items()
+        }
+        named = {"reasoning_effort": self.effort, "enable_thinking": self.thinking_switch}
+        return variables | {name: pair for name, pair in named.items() if pair[1] is not None}
+
+    def list_template_settings(self) -> dict[str, Any]:
+        """Return the settings of the chat template, by the field of a Prompt."""
+        return self.list_given(TEMPLATE)
+
+    def list_tools(self) -> list[tuple[str, Any]]:
+        """Return the tools that the model may call, each behind its path in the body."""
+        if not self.tools:
+            return []
+        if not isinstance(self.tools, list) or len(self.tools) > MAX_TOOLS:
+            reason = f"is {shorten(self.tools)}, not a list of at most {MAX_TOOLS}"
+            raise refuse("tools", reason)
+        return [(f"tools.{i}", tool) for i, tool in enumerate(self.tools)]
+
+    def choose_tools(self) -> Any:
+        """Return the tool_choice, as chats or responses write it."""
+        return self.tool_choice
+
+    @property
+    def is_single_call(self) -> bool:
+        """True where an answer may have one call at most."""
+        return self.parallel_tool_calls is False
 
     def list_turns(self) -> Turns:
         """Return the messages with their paths; BadRequest for anything but messages."""
@@ -363,8 +401,8 @@ class ChatBody(ConversationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def effort(self) -> str | None:
-        return self.reasoning_effort
+    def effort(self) -> tuple[str, str | None]:
+        return "reasoning_effort", self.reasoning_effort
 
     def list_turns(self) -> Turns:
         return [(f"messages.{i}", message) for i, message in enumerate(self.messages or ())]

@@ -25,7 +25,8 @@ from specdec.options import get_flags
 from specdec.system import logs
 from specdec.system.http_client import SERVER_KEY_VARIABLE, read_key
 
-from .app import MAX_HEADER_BYTES, AccessControl, Endpoints
+from .access import MAX_HEADER_BYTES, AccessControl
+from .app import Endpoints
 from .formats import ChatFormats
 from .metrics import Metrics
 from .protocol import Connection
@@ -133,7 +134,7 @@ class EngineServer:
         names = None
         if key is None and is_loopback(settings.host):
             names = frozenset({"localhost", "127.0.0.1", "[::1]", settings.host})
-        self.app = AccessControl(endpoints, key, names)
+        self.app = AccessControl(endpoints.make_app(), key, names)
         self._model = model
         config = uvicorn.Config(
             self.app, log_config=None, access_log=False, lifespan="off", server_header=False,

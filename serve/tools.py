@@ -24,7 +24,6 @@ from .protocol import BadRequest, refuse
 from .schema import ConversationBody
 
 NAME = re.compile(r"[\w.:/-]{1,200}")
-MAX_TOOLS = 1024
 _INTRODUCTION = """You can call functions. To do so, answer with nothing but a JSON list of calls:
 [{"name": "...", "arguments": {...}}]
 These are the functions, with the JSON schemas of their arguments:
@@ -73,13 +72,13 @@ class ToolChoice(NamedTuple):
 
 def read_calling(body: ConversationBody, formats: ChatFormats) -> Calling | None:
     """Return the tools that an answer may call, None for none; BadRequest where they are wrong."""
-    tools = _read_tools(body.tools, body.has_flat_tools)
-    choice = _read_choice(body.tool_choice, body.has_flat_tools)
+    tools = _read_tools(body)
+    choice = _read_choice(body.choose_tools(), body.has_flat_tools)
     _check_choice(choice, tools)
     if not tools or choice.mode == "none":
         return None
     _check_formats(formats)
-    is_single = body.parallel_tool_calls is False
+    is_single = body.is_single_call
     is_subset, is_forced = choice.names is not None, choice.mode == "required"
     return Calling(
         [tool.document for tool in tools.values()],
@@ -111,22 +110,18 @@ def _list_promised(tools: Mapping[str, Tool], *, keeps_all: bool) -> Set[str]:
     return {name for name, tool in tools.items() if tool.strict is True}
 
 
-def _read_tools(documents: Any, is_flat: bool) -> dict[str, Tool]:
-    """Parse a body's tools, by name; is_flat: whether a tool is itself its function."""
-    if not documents:
-        return {}
-    if not isinstance(documents, list) or len(documents) > MAX_TOOLS:
-        raise refuse("tools", f"is {shorten(documents)}, not a list of at most {MAX_TOOLS}")
-    tools: dict[str, Tool] = {}
-    for i, document in enumerate(documents):
-        function = _read_function(document, f"tools.{i}", is_flat)
+def _read_tools(body: ConversationBody) -> dict[str, Tool]:
+    """Parse a body's tools, by name."""
+    is_flat, tools = body.has_flat_tools, dict[str, Tool]()
+    for path, document in body.list_tools():
+        function = _read_function(document, path, body)
         if function["name"] in tools:
             raise BadRequest(f"two tools are called {function['name']!r}", "tools")
         empty = {"properties": {}, "additionalProperties": False}
         tools[function["name"]] = Tool(
             {"type": "function", "function": function} if is_flat else document,
             {"type": "object", **(function.get("parameters") or empty)},
-            f"tools.{i}{'' if is_flat else '.function'}.parameters",
+            f"{path}{'' if is_flat else '.function'}.{body.schema_key}",
             function.get("strict"),
         )
     return tools
@@ -149,7 +144,7 @@ def _check_formats(formats: ChatFormats) -> None:
         raise BadRequest(reason, "tools", code="unsupported_parameter")
 
 
-def _read_function(tool: Any, path: str, is_flat: bool) -> Mapping[str, Any]:
+def _read_function(tool: Any, path: str, body: ConversationBody) -> Mapping[str, Any]:
     """Return the function of a tool, its name and its parameters checked."""
     if not isinstance(tool, dict):
         raise refuse(path, f"is {shorten(tool)}, not an object")
@@ -157,25 +152,28 @@ def _read_function(tool: Any, path: str, is_flat: bool) -> Mapping[str, Any]:
         raise refuse(
             f"{path}.type", f"is {shorten(kind)}: only tools of type function are supported"
         )
-    if is_flat:
+    if body.has_flat_tools:
         function: Any = {key: value for key, value in tool.items() if key != "type"}
     else:
         path, function = f"{path}.function", tool.get("function")
     if not isinstance(function, dict):
         raise refuse(path, f"is {shorten(function)}, not an object")
-    _check_function(function, path)
+    _check_function(function, path, body.schema_key)
     return function
 
 
-def _check_function(function: Mapping[str, Any], path: str) -> None:
-    """Raise BadRequest for a function whose name or parameters are wrong."""
+def _check_function(function: Mapping[str, Any], path: str, schema_key: str) -> None:
+    """Raise BadRequest for a function whose name or parameters are wrong.
+
+    schema_key: the key of the parameters in the body.
+    """
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise refuse(f"{path}.name", f"is {shorten(name)}, not letters, digits and _.:/-")
     if parameters is not None and not isinstance(parameters, dict):
-        raise refuse(f"{path}.parameters", f"is {shorten(parameters)}, not an object")
+        raise refuse(f"{path}.{schema_key}", f"is {shorten(parameters)}, not an object")
     if (kind := (parameters or {}).get("type", "object")) != "object":
-        raise refuse(f"{path}.parameters.type", f"is {shorten(kind)}, not 'object'")
+        raise refuse(f"{path}.{schema_key}.type", f"is {shorten(kind)}, not 'object'")
 
 
 def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:

@@ -100,8 +100,8 @@ BREAKS = {
         "self.move(source, row, np.arange(length) + 1, 0)", ["run/test_requests.py"],
     ),
     "text ends at the last stop word": Break(
-        "specdec/text/text_stream.py", "word_start, size = min(matches)",
-        "word_start, size = max(matches)",
+        "specdec/text/text_stream.py", "word_start, size, self.stop_word = min(matches)",
+        "word_start, size, self.stop_word = max(matches)",
         ["run/test_text.py"],
     ),
     "a stop word over two tokens is not seen": Break(

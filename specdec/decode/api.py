@@ -436,11 +436,11 @@ class Stream:
             first_tree, self._num_trees = self._num_trees, len(active.trees)
             if first_token == self._num_taken and reason is None:
                 return None
-            text, stream = "", active.text_stream
+            text, stream, stop_word = "", active.text_stream, None
             if stream is not None:
                 if reason is not None:
                     stream.finish()
-                text = stream.take()
+                text, stop_word = stream.take(), stream.stop_word
             if reason is not None:
                 self._is_over = True
             return Event(
@@ -453,6 +453,7 @@ class Stream:
                 prompt_logprobs=active.prompt_logprobs if first_token == 0 else [],
                 finish_reason=reason,
                 stats=active.stats if reason is not None else None,
+                stop_word=stop_word,
             )
 
     @property

@@ -51,7 +51,7 @@ class Event:
     stop word, comes later than its tokens. ends: by token, how many characters the stream's text
     has with it; empty without a tokenizer. trees: the draft tree of each step, the prompt's own
     pass first, where the prompt asks for them. prompt_logprobs: as of Output, in the first event
-    only. finish_reason, stats: in the last event only.
+    only. finish_reason, stats: in the last event only, and stop_word, where one ended the text.
     """
 
     text: str
@@ -63,6 +63,7 @@ class Event:
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    stop_word: str | None = None
 
 
 def describe_output(result: ActiveRequest, tokenizer: Any) -> Output:

@@ -66,6 +66,7 @@ class TextStream:
         self._num_shown = 0
         self._is_ended = False
         self.ends: list[int] = []
+        self.stop_word: str | None = None  # the one that ended the text
 
     def add(self, token: int) -> bool:
         """Take a token; return whether the text now holds a stop word, which then ends it."""
@@ -80,12 +81,12 @@ class TextStream:
             self._stop_start = len(text)
         start = max(self._stop_start, len(self._text) - max_stop_len)
         matches = [
-            (word_start, len(word))
+            (word_start, len(word), word)
             for word in self._stop
             if (word_start := text.find(word, start)) >= 0
         ]
         if matches:
-            word_start, size = min(matches)
+            word_start, size, self.stop_word = min(matches)
             self._text = text[: word_start + size * self._form.includes_stop]
             self._is_ended = True
         elif not piece.endswith(INCOMPLETE):
