@@ -35,6 +35,11 @@ def find_decay(settings: TrainSettings) -> str | None:
     return name_flag(name) if name in list_given(settings, options) else None
 
 
+def is_size(text: str) -> bool:
+    """Return whether a text is a number of tokens, of at least 1."""
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
+
+
 # Variables that accelerate's launcher sets for options that change a training.
 LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
@@ -85,7 +90,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *(
         (
             lambda s, name=f"eagle_{name}": (
-                s.eagle_version == "1" and getattr(s, name) not in (None, False)
+                s.eagle_version == "1" and getattr(s, name) not in (None, False, "auto")
             ),
             f"{name_flag(f'eagle_{name}')} is for EAGLE-3",
             f"give --eagle-version 3, or leave {name_flag(f'eagle_{name}')} out",
@@ -98,7 +103,12 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "give both, or leave the token out",
     ),
     (
-        lambda s: s.eagle_draft_vocab_size is not None and s.self_distillation != 1,
+        lambda s: not is_size(size := s.eagle_draft_vocab_size) and size not in ("auto", "full"),
+        "--eagle-draft-vocab-size is {eagle_draft_vocab_size!r}",
+        "give auto, full, or a number of tokens of at least 1",
+    ),
+    (
+        lambda s: is_size(s.eagle_draft_vocab_size) and s.self_distillation != 1,
         "--eagle-draft-vocab-size with --self-distillation {self_distillation:g}: a text has"
         " tokens that are not drafted",
         "give --self-distillation 1, or leave one of the two out",

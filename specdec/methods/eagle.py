@@ -299,9 +299,12 @@ class EagleTrain:
         maximum=1000,
     )  # fmt: skip
     eagle_bias: bool = setting(True, help="EAGLE-1: give `fc` a bias, which vLLM has no room for.")
-    eagle_draft_vocab_size: int | None = number(
-        help="EAGLE-3: draft the N most frequent tokens of the data alone; all if not given."
-    )
+    eagle_draft_vocab_size: str = setting(
+        "auto",
+        help="EAGLE-3: draft the N most frequent tokens of the data alone; full: all; auto: those"
+        " that cover 99% of the data, or all where it is too small to say or --self-distillation is"
+        " not 1.", metavar="N|auto|full",
+    )  # fmt: skip
     eagle_norm_before_fc: bool = setting(
         False, help="EAGLE-3: norm what is read of the target, all layers as one."
     )

@@ -242,6 +242,8 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         (f"{EAGLE} --eagle-version 3 --eagle-mask-token-id 4",
          "--eagle-mask-token-id is 4 without --eagle-parallel",
          "give both, or leave the token out"),
+        (f"{EAGLE} --eagle-version 3 --eagle-draft-vocab-size 0", "--eagle-draft-vocab-size is '0'",
+         "give auto, full, or a number of tokens of at least 1"),
         (f"{EAGLE} --eagle-version 3 --eagle-draft-vocab-size 9 --self-distillation 0.5",
          "--eagle-draft-vocab-size with --self-distillation 0.5: a text has tokens that are not"
          " drafted", "give --self-distillation 1, or leave one of the two out"),

@@ -32,12 +32,14 @@ from torch.nn.functional import silu, smooth_l1_loss
 
 from specdec.engine.layers import attend, rms_norm
 from specdec.engine.rotary import RotaryTable, rotate
+from specdec.files.tensor_file import TensorFile
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
 from specdec.model.rotary_scaling import get_kind
 from specdec.options import as_options
 
+from ..draft_vocabulary import choose_draft_tokens
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import FrozenTarget
@@ -381,7 +383,7 @@ def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:
     model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
     if options.eagle_version == "1":
         return Eagle1(settings, model, embedding_scale=target.shape.embedding_scale)
-    draft_tokens = choose_vocabulary(options.eagle_draft_vocab_size, target)
+    draft_tokens = choose_vocabulary(settings, target)
     mask_token_id, mask_row = None, None
     if options.eagle_parallel:
         requested_token = options.eagle_mask_token_id
@@ -399,13 +401,17 @@ def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:
     return Eagle3(settings, model, target.head, params, draft_tokens, mask_row)
 
 
-def choose_vocabulary(size: int | None, target: FrozenTarget) -> Tensor | None:
-    """Return the most frequent tokens of the data, rising; None for all."""
-    if size is None or size >= target.shape.vocab_size:
-        return None
+def choose_vocabulary(settings: TrainSettings, target: FrozenTarget) -> Tensor | None:
+    """Return the tokens that an EAGLE-3 drafter drafts, rising; None for all."""
+    option = as_options(settings, EagleTrain).eagle_draft_vocab_size
+    if option == "auto" and settings.self_distillation != 1:
+        return None  # the text's tokens are learned, too, and are to be drafted
+    start_size = None
+    if settings.start_from is not None:
+        tensors = TensorFile(settings.start_from / METHOD.weights_name).tensors
+        start_size = tensors["d2t"].num_rows if "d2t" in tensors else target.shape.vocab_size
     assert target.token_counts is not None
-    counts = torch.from_numpy(target.token_counts)
-    return torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
+    return choose_draft_tokens(option, target.token_counts, start_size)
 
 
 def describe_layers(
