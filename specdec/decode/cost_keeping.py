@@ -1,4 +1,4 @@
-"""Finds the table of an engine's costs: kept beside it, or in the user's cache, or measured now.
+"""Cost table of an engine: kept beside it, or in the user's cache, or measured now.
 
 A table is of one machine and one way to draft, which are written in it: on another machine, with
 other kernels, threads or drafters, it is measured again.
@@ -46,17 +46,17 @@ def find_costs(
     groups: of `PacedDrafter`; none for plain steps alone. drafting: what else drafts depend on.
     """
     key = describe_key(config, decoder, groups, drafting)
-    for path in list_places(folder, key):
-        if (table := read_kept(path, key)) is not None:
+    for path in list_paths(folder, key):
+        if (table := read_kept_table(path, key)) is not None:
             return table
-    began, build = time.monotonic(), config.build
+    start_time, build = time.monotonic(), config.build
     measuring = Measuring(
         decoder, [[drafter.make_twin() for drafter in group] for group in groups],
         max_batch_size=build.max_batch_size, max_seq_len=build.max_seq_len,
         max_num_tokens=build.max_num_tokens,
     )  # fmt: skip
     table, is_quiet = measuring.measure()
-    logger.info("costs of steps and drafts: measured in %.1f s", time.monotonic() - began)
+    logger.info("costs of steps and drafts: measured in %.1f s", time.monotonic() - start_time)
     if is_quiet:
         keep_table(table, folder, key)
     else:
@@ -99,7 +99,7 @@ def read_processor() -> str:
     return platform.processor()
 
 
-def list_places(folder: Path, key: Mapping[str, Any]) -> Iterator[Path]:
+def list_paths(folder: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """Yield where a table may be kept: beside the engine, and in the user's cache."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
     yield folder / FOLDER_NAME / name
@@ -107,7 +107,7 @@ def list_places(folder: Path, key: Mapping[str, Any]) -> Iterator[Path]:
         yield cache / FOLDER_NAME / name
 
 
-def read_kept(path: Path, key: Mapping[str, Any]) -> CostTable | None:
+def read_kept_table(path: Path, key: Mapping[str, Any]) -> CostTable | None:
     """Read a table that was kept; None where there is none of this key, or a damaged one."""
     try:
         document = read_json(path)
@@ -121,7 +121,7 @@ def read_kept(path: Path, key: Mapping[str, Any]) -> CostTable | None:
 def keep_table(table: CostTable, folder: Path, key: Mapping[str, Any]) -> None:
     """Write a table aside and rename it, into the first place that can be written."""
     text = json.dumps({"key": key, "table": table.write()}, indent=1) + "\n"
-    for path in list_places(folder, key):
+    for path in list_paths(folder, key):
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")

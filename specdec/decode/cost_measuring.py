@@ -1,4 +1,4 @@
-"""Measures what an engine's steps and its drafters' drafts cost here, once, and keeps the table.
+"""Measurement of what an engine's steps and its drafters' drafts cost on this machine.
 
 The loop itself runs, on texts of random tokens, with drafts of the sizes that are asked for: so
 what is measured is all that a step takes, the host's part included. It takes some seconds at most,
@@ -21,7 +21,7 @@ import torch
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable, Curve, Grid, smooth
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter
-from specdec.decode.drafters.pace import FEW_UNREAD, Pace
+from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import ActiveRequest, Request
@@ -31,24 +31,26 @@ from specdec.engine.step import Step
 from specdec.engine.tree import Tree
 
 Clock = Callable[[], float]
-MOST_SECONDS = 3.0  # that measuring takes, but for steps that have begun
+Measurements = dict[int, dict[int, list[float]]]
+MAX_SECONDS = 3.0  # that measuring takes, but for steps that have begun
 WARM_STEPS = 1  # before those that are counted: caches are as a step of the kind leaves them
 COUNTED_STEPS = 2  # of one kind in a row
-# The same of plain steps: they alone leave a drafter's weights in no cache, and all else is held
-# against them.
-PLAIN_WARM_STEPS, PLAIN_COUNTED_STEPS = 5, 6
-MOST_ROUNDS = 8  # in which each kind of step has its turn
+# Plain steps: they alone leave a drafter's weights in no cache, and all else is held against them.
+PLAIN_WARM_STEPS = 5  # plain steps before those that are counted
+PLAIN_COUNTED_STEPS = 6  # plain steps in a row
+MAX_ROUNDS = 8  # in which each kind of step has its turn
 SHORT_PROMPT = 8  # tokens of a prompt
-LONG_PROMPT = FEW_UNREAD + 16  # the same where reading is measured
+LONG_PROMPT = FEW_UNREAD_TOKENS + 16  # tokens of a prompt whose reading is measured
 ROWS_FACTOR = 4  # from one measured number of requests to the next
-FAR = 1024  # positions in the cache by which the context's price is measured
-LEAST_FAR = 128  # where an engine has room for fewer, the context costs nothing
+FAR_POSITION = 1024  # positions in the cache by which the context's price is measured
+MIN_FAR_POSITION = 128  # where an engine has room for fewer, the context costs nothing
 CONTEXT_TURNS = 5
 NUM_WORDS = 4  # different tokens of a prompt: so few repeat, and lookups find something
-FILLING = 0.01  # of a cache: memory that nothing was written to is read faster than any other
-QUIET = 1.5  # times its least that a step takes in the middle, where the machine is quiet
-NOTHING = Grid(((1, Curve((1,), (0.0,))),))
-FREE = CostTable(steps=Grid(((1, Curve((1,), (1.0,))),)), drafts=(NOTHING,))
+CACHE_FILLING = 0.01  # number in a cache, since memory that was never written is read faster
+QUIET_RATIO = 1.5  # of a step's median seconds to its least, at most on a quiet machine
+NO_COSTS = Grid(((1, Curve((1,), (0.0,))),))  # of drafts that take no time
+# Table of steps that all cost the same, for a pace that measures.
+FREE_COSTS = CostTable(steps=Grid(((1, Curve((1,), (1.0,))),)), drafts=(NO_COSTS,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,8 @@ class ReadingTime:
 
     def find_seconds(self, drafts: Sequence[Grid]) -> float:
         """Return the seconds of a token, without those that the draft takes anyway."""
-        usual = drafts[self.drafter].estimate(self.num_rows, np.array([self.num_levels]))[0]
-        return max(0.0, self.seconds - float(usual)) / self.num_tokens
+        usual_seconds = drafts[self.drafter].estimate(self.num_rows, np.array([self.num_levels]))[0]
+        return max(0.0, self.seconds - float(usual_seconds)) / self.num_tokens
 
 
 class ForcedPace(Pace):
@@ -109,17 +111,17 @@ class Probe(PacedDrafter):
     """Drafts of one drafter, or of those that share a tree, with the seconds that they take."""
 
     def __init__(self, group: Sequence[Drafter], clock: Clock, vocab_size: int) -> None:
-        super().__init__([group], FREE)
+        super().__init__([group], FREE_COSTS)
         pace = self.pace
         self.pace: ForcedPace = ForcedPace(
-            self.max_draft_tokens, FREE, is_whole=pace.is_whole, is_planned=pace.is_planned
+            self.max_draft_tokens, FREE_COSTS, is_whole=pace.is_whole, is_planned=pace.is_planned
         )
         self.seconds, self._clock, self._vocab_size = 0.0, clock, vocab_size
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        began = self._clock()
+        start_time = self._clock()
         drafts = super().propose(requests)
-        self.seconds = self._clock() - began
+        self.seconds = self._clock() - start_time
         if self.is_indivisible or any(c.draft_probs is not None for c in drafts):
             return drafts
         self._drafts = [self._fill(candidates) for candidates in drafts]
@@ -128,15 +130,15 @@ class Probe(PacedDrafter):
     def _fill(self, candidates: Candidates) -> Candidates:
         """Lengthen what was drafted to as many nodes as are to be verified."""
         tree, size = candidates.tree, self.pace.kind.size
-        missing = size - tree.num_nodes
-        if missing <= 0:
+        num_missing = size - tree.num_nodes
+        if num_missing <= 0:
             return candidates
-        last, depth = tree.num_nodes - 1, int(tree.depths[-1])
+        last_node, depth = tree.num_nodes - 1, int(tree.depths[-1])
         return Candidates(
             Tree(
-                np.concatenate((tree.tokens, np.arange(missing) % self._vocab_size)),
-                np.concatenate((tree.parents, np.arange(last, last + missing))),
-                np.concatenate((tree.depths, np.arange(depth + 1, depth + 1 + missing))),
+                np.concatenate((tree.tokens, np.arange(num_missing) % self._vocab_size)),
+                np.concatenate((tree.parents, np.arange(last_node, last_node + num_missing))),
+                np.concatenate((tree.depths, np.arange(depth + 1, depth + 1 + num_missing))),
             )
         )
 
@@ -151,7 +153,7 @@ class Measuring:
         self._decoder, self._clock = decoder, clock
         self._max_batch_size, self._max_seq_len = max_batch_size, max_seq_len
         self._options = Options(max_num_tokens=max_num_tokens)
-        self._deadline = clock() + MOST_SECONDS
+        self._deadline = clock() + MAX_SECONDS
         self._chance = random.Random(0)
         vocab_size = decoder.model.vocab_size
         self._probes = [Probe(group, clock, vocab_size) for group in groups or [[Drafter()]]]
@@ -182,27 +184,27 @@ class Measuring:
             prompts=smooth(self._prompts) if self._prompts else None,
             context=self._measure_context(),
         )  # fmt: skip
-        return table, self._steps.find_noise() < QUIET
+        return table, self._steps.find_noise() < QUIET_RATIO
 
     @property
     def _is_late(self) -> bool:
         return self._clock() > self._deadline
 
     def _list_rows(self) -> list[int]:
-        """One request, all, and numbers in between, in the order of what matters."""
-        most, between = self._max_batch_size, list[int]()
-        while (number := ROWS_FACTOR ** (len(between) + 1)) < most:
-            between.append(number)
-        return [*dict.fromkeys((1, most, *between))]
+        """List the numbers of requests to measure: one, all, then some between."""
+        max_rows, numbers_between = self._max_batch_size, list[int]()
+        while (number := ROWS_FACTOR ** (len(numbers_between) + 1)) < max_rows:
+            numbers_between.append(number)
+        return [*dict.fromkeys((1, max_rows, *numbers_between))]
 
     def _list_kinds(self, probe: Probe) -> list[StepKind]:
-        """Plain steps, and drafted ones by powers of two."""
-        most = probe.max_draft_tokens
-        if not most:
+        """List the kinds of steps of a drafter: plain ones, and drafted ones by powers of two."""
+        max_tokens = probe.max_draft_tokens
+        if not max_tokens:
             return [StepKind(1)]
         if probe.is_indivisible:
-            return [StepKind(1), StepKind(most + 1, is_extreme=True)]
-        sizes = sorted({*(2**n for n in range(1, most.bit_length())), most + 1})
+            return [StepKind(1), StepKind(max_tokens + 1, is_extreme=True)]
+        sizes = sorted({*(2**n for n in range(1, max_tokens.bit_length())), max_tokens + 1})
         kinds = [
             StepKind(size, size - 1, is_extreme=size in (sizes[0], sizes[-1])) for size in sizes
         ]
@@ -215,15 +217,16 @@ class Measuring:
     ) -> None:
         """Measure kinds of steps with a drafter; num_left: drafters that are measured yet."""
         probe = self._probes[number]
-        left = max(0.0, self._deadline - self._clock()) / num_left
-        until = self._clock() + left * (0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.7)
+        seconds_left = max(0.0, self._deadline - self._clock()) / num_left
+        share = 0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.7
+        end_time = self._clock() + seconds_left * share
         batch: Batch | None = None
-        for turn in range(1 + MOST_ROUNDS):  # the first warms everything up
+        for turn in range(1 + MAX_ROUNDS):  # the first warms everything up
             for kind in kinds:
-                if turn and self._clock() > until and self._steps.has(num_rows):
+                if turn and self._clock() > end_time and self._steps.has(num_rows):
                     return
-                needed = self._count_needed(probe)
-                if batch is None or not _has_room(batch, needed):
+                needed_tokens = self._count_needed(probe)
+                if batch is None or not _has_room(batch, needed_tokens):
                     batch = self._start(num_rows, number, probe)
                     if batch is None:
                         return
@@ -236,30 +239,31 @@ class Measuring:
 
     def _start(self, num_rows: int, number: int, probe: Probe) -> Batch | None:
         """Begin texts, and read their prompts; None where the engine has no room for any."""
-        needed = 2 * self._count_needed(probe)
-        size = LONG_PROMPT if num_rows == 1 else SHORT_PROMPT
-        longest = min(self._max_seq_len, size + max(needed, 256))
-        size = min(size, max(1, longest - needed))
-        if longest <= size + probe.max_draft_tokens + 2:
+        needed_tokens = 2 * self._count_needed(probe)
+        prompt_length = LONG_PROMPT if num_rows == 1 else SHORT_PROMPT
+        text_length = min(self._max_seq_len, prompt_length + max(needed_tokens, 256))
+        prompt_length = min(prompt_length, max(1, text_length - needed_tokens))
+        if text_length <= prompt_length + probe.max_draft_tokens + 2:
             return None
         words = self._chance.choices(range(self._decoder.model.vocab_size), k=NUM_WORDS)
         requests = [
             Request(
-                index=index, max_output_len=longest - size, end_ids=frozenset(),
-                input_ids=self._chance.choices(words, k=size),
+                index=index, max_output_len=text_length - prompt_length, end_ids=frozenset(),
+                input_ids=self._chance.choices(words, k=prompt_length),
             )
             for index in range(num_rows)
         ]  # fmt: skip
         batch = Batch(
-            self._decoder, probe, self._options, Timing(), num_rows=num_rows, max_seq_len=longest
-        )
+            self._decoder, probe, self._options, Timing(), num_rows=num_rows,
+            max_seq_len=text_length,
+        )  # fmt: skip
         for request in requests:
             batch.submit(request)
         probe.pace.kind = StepKind(1)
-        began = self._clock()
+        start_time = self._clock()
         batch.step()
-        took, tokens = self._clock() - began, size * num_rows
-        self._prompts[tokens] = min(took, self._prompts.get(tokens, took))
+        seconds, tokens = self._clock() - start_time, prompt_length * num_rows
+        self._prompts[tokens] = min(seconds, self._prompts.get(tokens, seconds))
         return batch
 
     def _time_steps(
@@ -272,11 +276,11 @@ class Measuring:
             num_warm, num_counted = PLAIN_WARM_STEPS, PLAIN_COUNTED_STEPS
         for step in range(num_warm + num_counted):
             probe.seconds, probe.num_prefilled = 0.0, 0
-            began = self._clock()
+            start_time = self._clock()
             batch.step()
-            seconds = self._clock() - began
+            seconds = self._clock() - start_time
             drafting = probe.seconds if kind.size > 1 else 0.0
-            if probe.num_prefilled > FEW_UNREAD:
+            if probe.num_prefilled > FEW_UNREAD_TOKENS:
                 self._reading.append(
                     ReadingTime(
                         number, num_rows, max(1, probe.num_levels), probe.num_prefilled, drafting
@@ -291,13 +295,13 @@ class Measuring:
                 self._drafts[number].add(num_rows, levels, drafting, is_counted=is_counted)
 
     def _measure_context(self) -> float:
-        """Seconds that a position in the cache adds to a step."""
-        far = min(FAR, self._max_seq_len - 2)
-        if far < LEAST_FAR:
+        """Return the seconds that a position in the cache adds to a step."""
+        far_position = min(FAR_POSITION, self._max_seq_len - 2)
+        if far_position < MIN_FAR_POSITION:
             return 0.0
-        cache = self._decoder.make_cache(1, far + 1)
-        cache.blocks.fill_(FILLING)
-        times: dict[int, list[float]] = {1: [], far: []}
+        cache = self._decoder.make_cache(1, far_position + 1)
+        cache.blocks.fill_(CACHE_FILLING)
+        times: dict[int, list[float]] = {1: [], far_position: []}
         for _ in range(1 + CONTEXT_TURNS):
             for past, seconds in times.items():
                 cache.fill(past)
@@ -305,42 +309,43 @@ class Measuring:
                     rows=np.zeros(1, np.int64), tokens=np.zeros((1, 1), np.int64),
                     positions=np.array([[past]]), tree_mask=np.ones((1, 1, 1), np.bool_),
                 )  # fmt: skip
-                began = self._clock()
+                start_time = self._clock()
                 states = self._decoder.forward(step, cache)
                 self._decoder.compute_logits(states).sum().item()  # waits for a device
-                seconds.append(self._clock() - began)
-            if self._clock() > self._deadline + MOST_SECONDS / 3:
+                seconds.append(self._clock() - start_time)
+            if self._clock() > self._deadline + MAX_SECONDS / 3:
                 break
-        near, long = (min(seconds[1:] or seconds) for seconds in times.values())
-        return max(0.0, long - near) / (far - 1)
+        near_seconds, far_seconds = (min(seconds[1:] or seconds) for seconds in times.values())
+        return max(0.0, far_seconds - near_seconds) / (far_position - 1)
 
 
 class _Times:
-    """Seconds by requests and sizes, those that were counted apart from those that warmed up."""
+    """Seconds of steps, those that were counted apart from those that warmed up."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self._first: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        # By requests and sizes.
+        self._seconds: Measurements = defaultdict(lambda: defaultdict(list))
+        self._warming_seconds: Measurements = defaultdict(lambda: defaultdict(list))
 
     def add(self, num_rows: int, size: int, seconds: float, *, is_counted: bool) -> None:
-        (self._seconds if is_counted else self._first)[num_rows][size].append(seconds)
+        (self._seconds if is_counted else self._warming_seconds)[num_rows][size].append(seconds)
 
     def has(self, num_rows: int, size: int = 1) -> bool:
         """Return whether steps of a size were measured, or of any but for warming up."""
-        return bool(self._seconds[num_rows][size] or self._first[num_rows][size])
+        return bool(self._seconds[num_rows][size] or self._warming_seconds[num_rows][size])
 
     def make_grid(self) -> Grid:
         """Return the least of each, which others have delayed least."""
         curves = {}
-        for num_rows in sorted({*self._seconds, *self._first}):
-            least: dict[int, float] = {}
-            for size in {*self._seconds[num_rows], *self._first[num_rows]}:
-                measured = self._seconds[num_rows][size] or self._first[num_rows][size]
+        for num_rows in sorted({*self._seconds, *self._warming_seconds}):
+            least_seconds: dict[int, float] = {}
+            for size in {*self._seconds[num_rows], *self._warming_seconds[num_rows]}:
+                measured = self._seconds[num_rows][size] or self._warming_seconds[num_rows][size]
                 if measured:
-                    least[size] = find_low(measured)
-            if least:
-                curves[num_rows] = smooth(least)
-        return Grid((*sorted(curves.items()),)) if curves else NOTHING
+                    least_seconds[size] = find_low(measured)
+            if least_seconds:
+                curves[num_rows] = smooth(least_seconds)
+        return Grid((*sorted(curves.items()),)) if curves else NO_COSTS
 
     def find_noise(self) -> float:
         """Return the median of how many times its least a kind of step usually takes."""

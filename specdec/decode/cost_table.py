@@ -1,7 +1,7 @@
 """Seconds of steps and of drafts on one machine, by their sizes: measured once, then only read.
 
-`cost_measuring` measures a table and keeps it; while texts are written nothing in it changes, so
-that the same table and the same seed give the same drafts.
+`cost_measuring` measures a table, `cost_keeping` keeps it; while texts are written nothing in it
+changes, so that the same table and the same seed give the same drafts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Curve:
     @functools.cached_property
     def slope(self) -> float:
         """Seconds of one more beyond the largest size."""
-        first = max(0, bisect.bisect_right(self.sizes, self.sizes[-1] / 2) - 1)
-        rise = self.sizes[-1] - self.sizes[first]
-        return (self.seconds[-1] - self.seconds[first]) / rise if rise else 0.0
+        first_index = max(0, bisect.bisect_right(self.sizes, self.sizes[-1] / 2) - 1)
+        rise = self.sizes[-1] - self.sizes[first_index]
+        return (self.seconds[-1] - self.seconds[first_index]) / rise if rise else 0.0
 
     def estimate(self, sizes: Array) -> Array:
         """Return the seconds of each of some sizes."""
@@ -87,8 +87,8 @@ class Grid:
         """Return the curves that tell of so many requests, each with its weight."""
         above = bisect.bisect_left(self.curves, num_rows, key=lambda curve: curve[0])
         if above == len(self.curves):
-            most, curve = self.curves[-1]
-            return [(num_rows / most, curve)]
+            max_rows, curve = self.curves[-1]
+            return [(num_rows / max_rows, curve)]
         upper, curve = self.curves[above]
         if not above or upper <= num_rows:
             return [(1.0, curve)]
@@ -121,9 +121,9 @@ class CostTable:
         Prompts would be read anyway, in another step: they pay what a token more costs here, and
         what a step costs at least, such as reading the weights, is left to its own tokens.
         """
-        most = self.steps.curves[-1][0]  # more requests cost what as many tokens of these do
-        rows, times = min(num_rows, most), max(1.0, num_rows / most)
-        seconds = self.steps.estimate(rows, times * (sizes + num_prompt_tokens / num_rows))
+        max_rows = self.steps.curves[-1][0]  # more requests cost what as many tokens of these do
+        num_measured, factor = min(num_rows, max_rows), max(1.0, num_rows / max_rows)
+        seconds = self.steps.estimate(num_measured, factor * (sizes + num_prompt_tokens / num_rows))
         if num_prompt_tokens:
             tokens = num_rows * sizes
             price = (seconds[-1] - seconds[0]) / max(1, tokens[-1] - tokens[0])

@@ -226,11 +226,15 @@ def test_an_account() -> None:
     account = Account()
     assert account.find_limit(50.0) == pytest.approx(1.0)
     account.add(10.0, 0.5, is_trial=False)
-    assert (account.spent, account.lost, account.for_trials) == (10.0, 0.5, 0.0)
+    assert (account.spent_seconds, account.lost_seconds, account.trial_allowance) == (
+        10.0,
+        0.5,
+        0.0,
+    )
     assert account.find_limit(40.0) == pytest.approx(0.02 * 50 - 0.5)
     account.add(100.0, 0.25, is_trial=True)
-    assert (account.spent, account.lost) == (110.0, 0.75)
-    assert account.for_trials == pytest.approx(0.009 * 100 - 0.25)
+    assert (account.spent_seconds, account.lost_seconds) == (110.0, 0.75)
+    assert account.trial_allowance == pytest.approx(0.009 * 100 - 0.25)
 
 
 # ---- Merging.
@@ -304,8 +308,10 @@ def test_the_likeliest_nodes_are_verified() -> None:
     assert member.seen == [[[0, 1, 2]]]
     # A draft of a pass, 0.06, and a step of three nodes, 1.3, have emitted three tokens.
     account = drafter.pace.account
-    assert account.lost == pytest.approx(0.06 + 1.3 - 3 * 1.1)
-    assert account.spent == pytest.approx(0.06 + 1.3 - 1.1), "the first plan is of no step before"
+    assert account.lost_seconds == pytest.approx(0.06 + 1.3 - 3 * 1.1)
+    assert account.spent_seconds == pytest.approx(0.06 + 1.3 - 1.1), (
+        "the first plan is of no step before"
+    )
     drafter.pace.calibration.learn()
     assert drafter.pace.calibration.estimate(draft)[2] > 0.9
 
@@ -339,7 +345,9 @@ def test_later_drafters_are_asked_for_what_the_first_has_nothing_for() -> None:
     assert first.seen == second.seen == [[[0], [0, 1, 2]]]
     # Two drafts of the first, one of two levels of the second, and a step of six nodes, that has
     # emitted four tokens; a plain one of two nodes emits two.
-    assert drafter.pace.account.lost == pytest.approx(2 * 0.01 + 0.2 + 1.012 - 1.004 * 4 / 2)
+    assert drafter.pace.account.lost_seconds == pytest.approx(
+        2 * 0.01 + 0.2 + 1.012 - 1.004 * 4 / 2
+    )
     assert drafter.pace.drafters[1].share == pytest.approx(1 - 0.5 / 8)
 
 

@@ -18,7 +18,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.calibration import Calibration, follow_chances
 from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.drafters.eagle import EagleDrafter
-from specdec.decode.drafters.pace import FIRST_PIECE, Pace
+from specdec.decode.drafters.pace import TRIAL_CHUNK_TOKENS, Pace
 from specdec.decode.drafters.paced import PacedDrafter, bind
 from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
 from specdec.decode.engine import TorchEngine
@@ -144,7 +144,7 @@ def test_the_text_is_that_of_plain_decoding(
     chosen: list[bool] = []
 
     def plan(self: Pace, *_: Any) -> bool:
-        self._seconds = [1.0] * (self.max_tokens + 1)
+        self._step_seconds = [1.0] * (self.max_tokens + 1)
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 
@@ -186,8 +186,8 @@ def test_a_drafter_reads_a_piece_of_the_prompts_first(parent: Path, method: str)
     engine.drafter = bound = bind(drafter, make_costs(reading=0.008))
     assert [r.output_ids for r in engine.generate(requests)] == expected
     num_unread, num_read = read[0]
-    assert FIRST_PIECE <= num_read < num_unread
-    assert bound.pace.account.read > 0
+    assert TRIAL_CHUNK_TOKENS <= num_read < num_unread
+    assert bound.pace.account.reading_seconds > 0
 
 
 # ---- The flag.

@@ -13,7 +13,7 @@ import pytest
 
 from specdec.decode import cost_keeping
 from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
-from specdec.decode.cost_measuring import FAR, Measuring
+from specdec.decode.cost_measuring import FAR_POSITION, Measuring
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.suffix import SuffixDrafter
@@ -78,7 +78,7 @@ def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert table.prompts is not None
     levels = [curve.sizes for _, curve in table.drafts[0].curves]
     assert levels == [(drafter.num_levels,), (drafter.num_levels,)]
-    assert FAR > 400
+    assert FAR_POSITION > 400
 
 
 def test_an_engine_without_drafters(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

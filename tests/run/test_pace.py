@@ -12,7 +12,7 @@ from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.calibration import Promise
-from specdec.decode.drafters.pace import FIRST_PIECE, REST_STEPS, Pace
+from specdec.decode.drafters.pace import MIN_REST_STEPS, TRIAL_CHUNK_TOKENS, Pace
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
     LEAST_CHUNK,
@@ -102,9 +102,9 @@ def test_what_was_won_pays_for_no_trials_of_what_is_believed_not_to_pay() -> Non
     account = Account()
     account.add(10.0, -100.0, is_trial=False)
     assert account.find_limit(5.0) > 100
-    assert account.for_trials == 0
+    assert account.trial_allowance == 0
     account.add(10.0, 0.0, is_trial=True)
-    assert 0 < account.for_trials < 0.5
+    assert 0 < account.trial_allowance < 0.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
@@ -150,7 +150,7 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
         pace = Pace(8, make_costs(draft=lambda n, first=first: first + 0.05 * n))  # type: ignore[misc]
         assert pace.plan([100])
         record(pace, 2, [2], 1)
-        pace.account.lost = -9.0
+        pace.account.lost_seconds = -9.0
         assert pace.plan([100])
         prices.append(pace.price_level())
         pace.is_brief = True
@@ -162,14 +162,14 @@ def test_reading_prompts_is_no_price_of_a_draft() -> None:
     """It has an account of its own."""
     pace = Pace(4, make_costs(reading=0.001))
     assert not pace.plan([2] * 4, 0, [2000]), "more than can be won"
-    for _ in range(REST_STEPS - 1):
+    for _ in range(MIN_REST_STEPS - 1):
         pace.plan([2] * 4, 0, [2000])
     assert pace.plan([100] * 4, 0, [2000])
     assert pace.max_read is not None
-    assert pace.max_read >= FIRST_PIECE
+    assert pace.max_read >= TRIAL_CHUNK_TOKENS
     record(pace, 1, [1] * 4, num_read=1000)
-    assert pace.account.read == pytest.approx(1.0)
-    assert pace.account.lost < 0.5
+    assert pace.account.reading_seconds == pytest.approx(1.0)
+    assert pace.account.lost_seconds < 0.5
     assert pace.plan([100] * 4)
     assert pace.max_read is None
 

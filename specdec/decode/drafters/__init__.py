@@ -287,7 +287,7 @@ def _pace_groups(
     record = read_acceptance(engine.folder) if any(has_weights) else None
     return PacedDrafter(
         groups, find_costs(groups, options), is_fixed=not drafting.has_budget, record=record,
-        recorded=has_weights.index(True) if any(has_weights) else 0,
+        recorded_drafter=has_weights.index(True) if any(has_weights) else 0,
     )  # fmt: skip
 
 

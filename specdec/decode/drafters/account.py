@@ -5,31 +5,31 @@ from __future__ import annotations
 import dataclasses
 
 LOSS_SHARE = 0.02  # of the time of plain decoding, what drafts may lose
-TRIAL_SHARE = 0.009  # of the same, what trials may lose of drafts that are believed not to pay
+TRIAL_SHARE = 0.009  # of that time, what trials of drafts may lose that are believed not to pay
 
 
 @dataclasses.dataclass
 class Account:
     """Seconds of drafted steps compared with those of plain ones for as many tokens.
 
-    spent: of all steps. lost: by drafts, less than nothing where they won. read: by drafters, for
-    prompts. for_trials: what trials of drafts that are believed not to pay may lose yet, what the
-    drafter reads for them included; it grows only while that is so, so that what few requests
-    won does not pay for slow steps of many.
+    spent_seconds: of all steps. lost_seconds: by drafts, less than nothing where they won.
+    reading_seconds: of drafters that read prompts. trial_allowance: seconds that trials of drafts
+    that are believed not to pay may lose yet, reading for them included; it grows only while that
+    is so, so that what few requests won does not pay for slow steps of many.
     """
 
-    spent: float = 0.0
-    lost: float = 0.0
-    read: float = 0.0
-    for_trials: float = 0.0
+    spent_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    trial_allowance: float = 0.0
 
-    def find_limit(self, ahead: float) -> float:
-        """Return the seconds that may be lost. ahead: seconds of plain decoding to come."""
-        return LOSS_SHARE * (self.spent + ahead) - self.lost
+    def find_limit(self, seconds_ahead: float) -> float:
+        """Return the seconds that may be lost. seconds_ahead: seconds of plain decoding to come."""
+        return LOSS_SHARE * (self.spent_seconds + seconds_ahead) - self.lost_seconds
 
-    def add(self, seconds: float, lost: float, *, is_trial: bool) -> None:
+    def add(self, seconds: float, lost_seconds: float, *, is_trial: bool) -> None:
         """Take a step's seconds, and what its drafts lost."""
-        self.spent += seconds
-        self.lost += lost
+        self.spent_seconds += seconds
+        self.lost_seconds += lost_seconds
         if is_trial:
-            self.for_trials += TRIAL_SHARE * seconds - lost
+            self.trial_allowance += TRIAL_SHARE * seconds - lost_seconds

@@ -13,18 +13,19 @@ from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree
 from specdec.files.acceptance import MAX_DEPTH, MAX_NODES, NUM_BUCKETS, Acceptance
 
-KEEP = 0.98  # weight of what was known of acceptance before the newest draft
-PROMISE_KEEP = 0.95  # the same of what drafts promise
-LONG_KEEP = 0.99  # as KEEP, where only what was accepted tells
+KEPT_WEIGHT = 0.98  # weight of what was known of acceptance before the newest draft
+KEPT_PROMISE_WEIGHT = 0.95  # weight of what drafts promised before the newest draft
+KEPT_LONG_WEIGHT = 0.99  # as KEPT_WEIGHT, for means over more drafts
 FIRST_RATE = 0.7  # believed at first: of the drafted tokens that are reached, those accepted
 FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
 USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
 PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
 PRIOR_DRAFTS = 10.0  # drafts that its record counts as
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
-SHARE_STEPS, LEVEL_STEPS = 8, 4  # that the means of a drafter's share and levels are over
-SURE = 0.999  # the most that is believed of a token
-MOST_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
+SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
+LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
+MAX_CHANCE = 0.999  # the most that is believed of a token
+MAX_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
 NUM_CELLS = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
 
 
@@ -36,39 +37,47 @@ class Calibration:
     """
 
     def __init__(self, record: Acceptance | None = None, source: int = 0) -> None:
-        """record: what a drafter brings along, the one of such a place in a chain."""
-        # By cell (`_find_cells`), where depth 0 stands for all depths: right ones, and all. Lists
-        # and a loop: the few nodes of most steps would take longer by calls of numpy.
-        self._right, self._seen = list[float](), list[float]()
+        """Begin with the record of one drafter, whose place in a chain is `source`."""
+        # Weights of accepted tokens, and of all whose parents were accepted, by cell
+        # (`_find_cells`), where depth 0 stands for all depths. Lists and a loop: the few nodes of
+        # most steps would take longer by calls of numpy.
+        self._accepted_weights, self._reached_weights = list[float](), list[float]()
         self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
-        self._new: list[tuple[Candidates, Sequence[int]]] = []  # drafts to learn from, their paths
+        # Drafts to learn from, and their accepted paths.
+        self._new_drafts: list[tuple[Candidates, Sequence[int]]] = []
         if record is not None:
             self._begin(record, source * NUM_CELLS)
 
-    def _begin(self, record: Acceptance, first: int) -> None:
-        self._right = [0.0] * (first + NUM_CELLS)
-        self._seen = [0.0] * (first + NUM_CELLS)
+    def _begin(self, record: Acceptance, first_cell: int) -> None:
+        self._accepted_weights = [0.0] * (first_cell + NUM_CELLS)
+        self._reached_weights = [0.0] * (first_cell + NUM_CELLS)
         totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in
                   (record.right, record.seen)]  # fmt: skip
-        right, seen = (totals[0], *record.right), (totals[1], *record.seen)
-        for depth in range(MAX_DEPTH + 1):
-            for bucket, (r, n) in enumerate(zip(right[depth], seen[depth], strict=True)):
-                weight, cell = min(n, PRIOR_TRIALS), first + depth * NUM_BUCKETS + bucket
-                self._seen[cell] = weight
-                self._right[cell] = weight * r / n if n else 0.0
+        accepted_counts, reached_counts = (totals[0], *record.right), (totals[1], *record.seen)
+        cell = first_cell
+        for counts in zip(accepted_counts, reached_counts, strict=True):  # of each depth
+            for num_accepted, num_reached in zip(*counts, strict=True):
+                self._reached_weights[cell] = weight = min(num_reached, PRIOR_TRIALS)
+                if num_reached:
+                    self._accepted_weights[cell] = weight * num_accepted / num_reached
+                cell += 1
 
     def estimate(self, *drafts: Candidates) -> list[float]:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
         lines: dict[int, tuple[float, float]] = {}  # by cell: chance = base + rise * confidence
-        right, seen, trials, chances = self._right, self._seen, FIRST_TRIALS * self._weight, []
-        for cell, sure in zip(*self._find_cells(drafts), strict=True):
+        accepted_weights, reached_weights = self._accepted_weights, self._reached_weights
+        trials, chances = FIRST_TRIALS * self._weight, []
+        for cell, confidence in zip(*self._find_cells(drafts), strict=True):
             if cell not in lines:
-                anywhere = cell - cell % NUM_CELLS + cell % NUM_BUCKETS
-                share, total = trials / (seen[cell] + trials), seen[anywhere] + trials
-                base = right[cell] / (seen[cell] + trials) + share * right[anywhere] / total
-                lines[cell] = base, share * trials / total
+                depths_cell = cell - cell % NUM_CELLS + cell % NUM_BUCKETS  # of all depths
+                cell_weight = reached_weights[cell] + trials
+                depths_weight = reached_weights[depths_cell] + trials
+                share = trials / cell_weight
+                base = accepted_weights[cell] / cell_weight
+                base += share * accepted_weights[depths_cell] / depths_weight
+                lines[cell] = base, share * trials / depths_weight
             base, rise = lines[cell]
-            chances.append(min(base + rise * sure, SURE))
+            chances.append(min(base + rise * confidence, MAX_CHANCE))
         start = 0
         for candidates in drafts:
             chances[start] = 1.0
@@ -77,43 +86,45 @@ class Calibration:
 
     def record(self, drafts: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
         """Take which nodes were accepted, root first, to `learn` from them later."""
-        self._new += zip(drafts, paths, strict=True)
+        self._new_drafts += zip(drafts, paths, strict=True)
 
     def learn(self) -> None:
         """Count the nodes of the newest drafts; only children of accepted ones were looked at."""
-        new, self._new = self._new, []
-        cells, start = self._find_cells([candidates for candidates, _ in new])[0], 0
-        for candidates, path in new:
+        new_drafts, self._new_drafts = self._new_drafts, []
+        cells, start = self._find_cells([candidates for candidates, _ in new_drafts])[0], 0
+        for candidates, path in new_drafts:
             if candidates.tree.num_nodes > 1:
-                self._weight /= KEEP
-                accepted = set(path)
+                self._weight /= KEPT_WEIGHT
+                accepted_nodes = set(path)
                 for node, parent in enumerate(candidates.tree.parents.tolist()):
-                    if parent in accepted:
-                        self._count(cells[start + node], self._weight, node in accepted)
+                    if parent in accepted_nodes:
+                        self._count(cells[start + node], self._weight, node in accepted_nodes)
             start += candidates.tree.num_nodes
-        if self._weight > MOST_WEIGHT:
-            self._right = [value / self._weight for value in self._right]
-            self._seen = [value / self._weight for value in self._seen]
+        if self._weight > MAX_WEIGHT:
+            self._accepted_weights = [value / self._weight for value in self._accepted_weights]
+            self._reached_weights = [value / self._weight for value in self._reached_weights]
             self._weight = 1.0
 
-    def _count(self, cell: int, weight: float, is_right: bool) -> None:
-        for each in (cell, cell - cell % NUM_CELLS + cell % NUM_BUCKETS):
-            self._seen[each] += weight
-            self._right[each] += weight * is_right
+    def _count(self, cell: int, weight: float, is_accepted: bool) -> None:
+        for counted_cell in (cell, cell - cell % NUM_CELLS + cell % NUM_BUCKETS):
+            self._reached_weights[counted_cell] += weight
+            self._accepted_weights[counted_cell] += weight * is_accepted
 
     def _find_cells(self, drafts: Sequence[Candidates]) -> tuple[list[int], list[float]]:
-        """Where the nodes of trees are counted, and the drafter's confidence in each."""
+        """Return the cells that count the nodes of some trees, and the drafter's confidences."""
         cells, confidences = list[int](), list[float]()
         for candidates in drafts:
-            sure, first = read_confidence(candidates).tolist(), NUM_CELLS * candidates.source
-            for depth, each in zip(candidates.tree.depths.tolist(), sure, strict=True):
-                bucket = min(int(each * NUM_BUCKETS), NUM_BUCKETS - 1)
-                cells.append(first + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket)
-            confidences += sure
-        missing = max(cells, default=0) // NUM_CELLS * NUM_CELLS + NUM_CELLS - len(self._seen)
-        if missing > 0:
-            self._right += [0.0] * missing
-            self._seen += [0.0] * missing
+            first_cell, depths = NUM_CELLS * candidates.source, candidates.tree.depths.tolist()
+            node_confidences = read_confidence(candidates).tolist()
+            for depth, confidence in zip(depths, node_confidences, strict=True):
+                bucket = min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)
+                cells.append(first_cell + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket)
+            confidences += node_confidences
+        num_cells = (max(cells, default=0) // NUM_CELLS + 1) * NUM_CELLS
+        num_missing = num_cells - len(self._reached_weights)
+        if num_missing > 0:
+            self._accepted_weights += [0.0] * num_missing
+            self._reached_weights += [0.0] * num_missing
         return cells, confidences
 
 
@@ -126,9 +137,9 @@ def read_confidence(candidates: Candidates) -> Array:
         return np.fmax(candidates.confidence, 0.0)
     tree = candidates.tree
     order = np.argsort(tree.parents, kind="stable")
-    _, first, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)
+    _, starts, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)
     ranks = np.empty(tree.num_nodes, np.int64)
-    ranks[order] = np.arange(tree.num_nodes) - np.repeat(first, counts)
+    ranks[order] = np.arange(tree.num_nodes) - np.repeat(starts, counts)
     return np.asarray(estimate_accuracy(np.maximum(tree.depths - 1, 0), ranks))
 
 
@@ -159,7 +170,7 @@ class DrafterValue:
 
     def record(self, gains: Sequence[float]) -> None:
         """Take what the drafts of a step promise, in tokens; none where it drafts for nobody."""
-        self._sum, self._weight = LONG_KEEP * self._sum, LONG_KEEP * self._weight
+        self._sum, self._weight = KEPT_LONG_WEIGHT * self._sum, KEPT_LONG_WEIGHT * self._weight
         self._sum += sum(gains)
         self._weight += len(gains)
 
@@ -188,13 +199,14 @@ class Promise:
     ) -> None:
         self.is_chain = is_chain
         self._weight = FIRST_DRAFTS
-        first = np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
+        first_gains = np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
         if record is not None:  # as far as it tells; a larger tree brings no more
             self._weight = PRIOR_DRAFTS
-            first = np.array(record.gains)[np.minimum(np.arange(max_tokens), len(record.gains) - 1)]
-        self._sums = self._weight * first
-        self._right, self._reached = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
-        self._usual = self._sums / self._weight  # what drafts bring where a text begins
+            recorded_sizes = np.minimum(np.arange(max_tokens), len(record.gains) - 1)
+            first_gains = np.array(record.gains)[recorded_sizes]
+        self._gain_sums = self._weight * first_gains
+        self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
+        self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
         self._num_texts = 0.0  # that have begun, all requests together counting as one
         # Of steps, the share whose largest draft has so many nodes besides the root.
         self._size_shares = np.zeros(max_tokens + 1)
@@ -203,18 +215,19 @@ class Promise:
     @property
     def gains(self) -> Array:
         """Return the expected gains, [max_tokens]."""
-        return np.asarray(self._sums / self._weight)
+        return np.asarray(self._gain_sums / self._weight)
 
     def start(self, share: float) -> None:
         """Expect of new texts, a share of all, what texts usually bring."""
-        newest = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
-        self._usual += newest * (self.gains - self._usual)
+        newest_share = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
+        self._usual_gains += newest_share * (self.gains - self._usual_gains)
         self._num_texts += share
-        kept, begun = 1 - share, share * FIRST_DRAFTS
-        self._sums = kept * self._sums + begun * self._usual
-        self._weight = kept * self._weight + begun
-        self._reached = kept * self._reached + begun
-        self._right = kept * self._right + begun * float(self._usual[:1].sum())
+        kept_share, new_weight = 1 - share, share * FIRST_DRAFTS
+        self._gain_sums = kept_share * self._gain_sums + new_weight * self._usual_gains
+        self._weight = kept_share * self._weight + new_weight
+        self._reached_tokens = kept_share * self._reached_tokens + new_weight
+        usual_rate = float(self._usual_gains[:1].sum())
+        self._accepted_tokens = kept_share * self._accepted_tokens + new_weight * usual_rate
 
     def expect_seconds(self, seconds: Array) -> Array:
         """Return the expected seconds of steps in which at most so many nodes are verified.
@@ -227,54 +240,58 @@ class Promise:
         at_least = 1.0 - np.cumsum(shares) + shares
         return np.asarray(verified + at_least * seconds)
 
-    def take_promised(self, num_rows: int, promised: Sequence[float], size: int) -> None:
+    def take_promised(self, num_rows: int, promised_gains: Sequence[float], size: int) -> None:
         """Take what the chances of the drafted nodes of so many rows add up to, by their number.
 
         size: drafted nodes of the largest of them.
         """
-        kept = PROMISE_KEEP**num_rows
-        self._sums, self._weight = kept * self._sums + promised, kept * self._weight + num_rows
-        self._size_shares *= PROMISE_KEEP
-        self._size_shares[size] += 1 - PROMISE_KEEP
+        kept_share = KEPT_PROMISE_WEIGHT**num_rows
+        self._gain_sums = kept_share * self._gain_sums + promised_gains
+        self._weight = kept_share * self._weight + num_rows
+        self._size_shares *= KEPT_PROMISE_WEIGHT
+        self._size_shares[size] += 1 - KEPT_PROMISE_WEIGHT
 
-    def take_emitted(self, emitted: Sequence[int], size: int) -> None:
+    def take_emitted(self, emitted_counts: Sequence[int], size: int) -> None:
         """Take how many tokens each row of a step of `size` nodes has emitted."""
-        for count in emitted:
-            self._sums, self._weight = KEEP * self._sums, KEEP * self._weight + 1
+        for count in emitted_counts:
+            self._gain_sums = KEPT_WEIGHT * self._gain_sums
+            self._weight = KEPT_WEIGHT * self._weight + 1
             if self.is_chain:
-                self._right = LONG_KEEP * self._right + count - 1
-                self._reached = LONG_KEEP * self._reached + min(count, size - 1)
+                num_reached = min(count, size - 1)
+                self._accepted_tokens = KEPT_LONG_WEIGHT * self._accepted_tokens + count - 1
+                self._reached_tokens = KEPT_LONG_WEIGHT * self._reached_tokens + num_reached
             else:
-                self._sums = self._sums + count - 1
+                self._gain_sums = self._gain_sums + count - 1
         if self.is_chain:
-            rate = min(self._right / self._reached, SURE)
-            self._sums = self._weight * np.cumsum(rate ** np.arange(1, len(self._sums) + 1))
+            rate = min(self._accepted_tokens / self._reached_tokens, MAX_CHANCE)
+            depths = np.arange(1, len(self._gain_sums) + 1)
+            self._gain_sums = self._weight * np.cumsum(rate**depths)
 
 
 class AcceptanceCounts:
     """Counts of accepted drafts, for the record that goes with a drafter."""
 
     def __init__(self) -> None:
-        self._right = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
-        self._seen = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
+        self._accepted_counts = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
+        self._reached_counts = np.zeros((MAX_DEPTH, NUM_BUCKETS), np.int64)
         self._gains, self._num_drafts = np.zeros(MAX_NODES), 0
 
     def record(self, drafts: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
         """Count the nodes of a step, of which these were accepted, the root first."""
         for candidates, path in zip(drafts, paths, strict=True):
-            tree, accepted = candidates.tree, set(path)
+            tree, accepted_nodes = candidates.tree, set(path)
             if tree.num_nodes == 1:
                 continue
-            sure = read_confidence(candidates).tolist()
+            confidences = read_confidence(candidates).tolist()
             for node, parent in enumerate(tree.parents.tolist()):
-                if parent in accepted:
+                if parent in accepted_nodes:
                     depth = min(int(tree.depths[node]), MAX_DEPTH) - 1
-                    bucket = min(int(sure[node] * NUM_BUCKETS), NUM_BUCKETS - 1)
-                    self._seen[depth, bucket] += 1
-                    self._right[depth, bucket] += node in accepted
-            (chances,) = follow_chances([tree], sure)
+                    bucket = min(int(confidences[node] * NUM_BUCKETS), NUM_BUCKETS - 1)
+                    self._reached_counts[depth, bucket] += 1
+                    self._accepted_counts[depth, bucket] += node in accepted_nodes
+            (chances,) = follow_chances([tree], confidences)
             order = sorted(range(1, tree.num_nodes), key=chances.__getitem__, reverse=True)
-            gains = np.cumsum([node in accepted for node in order])[:MAX_NODES]
+            gains = np.cumsum([node in accepted_nodes for node in order])[:MAX_NODES]
             self._gains += np.pad(gains, (0, MAX_NODES - len(gains)), mode="edge")
             self._num_drafts += 1
 
@@ -284,7 +301,7 @@ class AcceptanceCounts:
             return None
         gains = (self._gains / self._num_drafts).round(4).tolist()
         return Acceptance(
-            right=tuple(map(tuple, self._right.tolist())),
-            seen=tuple(map(tuple, self._seen.tolist())),
+            right=tuple(map(tuple, self._accepted_counts.tolist())),
+            seen=tuple(map(tuple, self._reached_counts.tolist())),
             gains=tuple(gains), num_drafts=self._num_drafts, about=about,
         )  # fmt: skip

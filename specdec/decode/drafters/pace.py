@@ -23,15 +23,15 @@ from specdec.decode.drafters.calibration import Calibration, DrafterValue, Promi
 from specdec.engine.transfers import Array
 from specdec.files.acceptance import Acceptance
 
-READ_SHARE = 0.04  # of the same, what drafters may take to read prompts
+READ_SHARE = 0.04  # of the time of all steps, what drafters may take to read prompts
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
-HORIZON = 64  # steps to come that count at most: the text may end before
+HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones behind a draft take longer: caches are cold
-KEPT_STEPS = 4  # steps by one plan that says drafts, since planning takes time
-REST_STEPS = 8  # steps at least by one plan that says none
-MOST_REST = 24  # the same at most
-FEW_UNREAD = 64  # prompt tokens that cost a draft's pass next to nothing
-FIRST_PIECE = 2 * FEW_UNREAD  # prompt tokens that are read for a trial
+PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
+MIN_REST_STEPS = 8  # steps at least by one plan that says none
+MAX_REST_STEPS = 24  # steps at most by one plan that says none
+FEW_UNREAD_TOKENS = 64  # prompt tokens that cost a draft's pass next to nothing
+TRIAL_CHUNK_TOKENS = 2 * FEW_UNREAD_TOKENS  # prompt tokens that are read for a trial
 
 
 class Pace:
@@ -52,32 +52,33 @@ class Pace:
     def __init__(
         self, max_tokens: int, costs: CostTable, *, is_whole: bool = False,
         is_planned: bool = False, max_depths: Sequence[int] = (),
-        record: Acceptance | None = None, recorded: int = 0,
+        record: Acceptance | None = None, recorded_drafter: int = 0,
     ) -> None:  # fmt: skip
         """Begin with the costs and with the acceptance that is known before.
 
         max_tokens: of a row's draft. is_whole: whether all or nothing of it is verified.
         is_planned: whether it is a chain of as many tokens as `max_levels` says. max_depths: of
-        each drafter of a chain. record: what was accepted before of the one that `recorded` names
-        by its place.
+        each drafter of a chain. record: the acceptance of one drafter before. recorded_drafter: the
+        place of that drafter in the chain.
         """
         self.max_tokens, self.is_whole, self.is_planned = max_tokens, is_whole, is_planned
         self.costs, self.account = costs, Account()
-        self.calibration = Calibration(record, recorded)
+        self.calibration = Calibration(record, recorded_drafter)
         self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
-        self.left_out: frozenset[int] = frozenset()  # drafters that have too much to read first
+        self.left_out: frozenset[int] = frozenset()  # drafters that would have too much to read
         self.promise = Promise(max_tokens, is_chain=is_planned, record=record)
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
         self.is_brief = False  # whether they have one level, since more might lose too much
         self._num_rows = self._num_prompt_tokens = 0  # of the step that was planned last
-        self._seconds = [0.0]  # of a step by nodes a row, by the newest plan
-        self._expected = [0.0]  # the same of one that may verify so many, if drafts are as usual
-        self._rest, self.drafts_on = 0, False  # steps to come without a plan; what it decided
+        self._step_seconds = [0.0]  # of a step that verifies so many nodes a row
+        self._expected_seconds = [0.0]  # of a step that may verify so many, if drafts are as usual
+        self.drafts_on = False  # whether the last plan lets steps draft
+        self._planless_steps = 0  # steps to come for which that plan holds
         self._rate = 0.0  # tokens per second that the plan promised
-        self._gain = 1.0  # the same by that of plain steps
-        self._allowance = math.inf  # seconds that the step may lose
+        self._gain = 1.0  # that rate by the rate of plain steps
+        self._loss_allowance = math.inf  # seconds that the step may lose
         # Of drafts, still to be learned from: requests, promised tokens, nodes of the largest.
         self._promises: list[tuple[int, list[float], int]] = []
 
@@ -87,89 +88,91 @@ class Pace:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
         self.learn()
         self.promise.start(min(1.0, num_texts / max(1, self._num_rows)))
-        self._rest = 0
+        self._planless_steps = 0
 
     def plan(
-        self, remaining: Sequence[int], num_prompt_tokens: int = 0, unread: Sequence[int] = (0,),
-        num_positions: int = 0,
+        self, remaining: Sequence[int], num_prompt_tokens: int = 0,
+        unread_counts: Sequence[int] = (0,), num_positions: int = 0,
     ) -> bool:  # fmt: skip
         """Return whether to draft.
 
         remaining: tokens that each request of the step may still emit. num_prompt_tokens: those of
-        prompts that it reads, too. unread: tokens that each drafter has to read before it drafts.
-        num_positions: that the requests have in the cache.
+        prompts that it reads, too. unread_counts: tokens that each drafter has to read before it
+        drafts. num_positions: that the requests have in the cache.
         """
         num_rows = len(remaining)
-        if self.rest(num_rows, num_prompt_tokens):
+        if self.rest_step(num_rows, num_prompt_tokens):
             return False
-        is_kept = self._rest > 1 and num_rows == self._num_rows and not num_prompt_tokens
+        is_kept = self._planless_steps > 1 and num_rows == self._num_rows and not num_prompt_tokens
         self.skip(num_rows, num_prompt_tokens)
         if max(remaining) <= 1 or not self.max_tokens:
             return False
-        if is_kept and self.list_readers(unread) <= self.left_out:
+        if is_kept and self.list_readers(unread_counts) <= self.left_out:
             return True
         self.learn()
         self.left_out = frozenset()
-        draft = self._price(num_positions)
-        ahead = min(max(remaining), HORIZON) * self._seconds[0]
-        if not self._may_all_read(unread, ahead):
-            self.left_out = self.list_readers(unread)
-            draft = self._price(num_positions)
-        self._decide(draft, self._count_unread(unread), ahead)
+        draft_seconds = self._price(num_positions)
+        seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
+        if not self._may_all_read(unread_counts, seconds_ahead):
+            self.left_out = self.list_readers(unread_counts)
+            draft_seconds = self._price(num_positions)
+        self._decide(draft_seconds, self._count_unread(unread_counts), seconds_ahead)
         return self.drafts_on
 
-    def _decide(self, draft: Array, num_unread: int, ahead: float) -> None:
+    def _decide(self, draft_seconds: Array, num_unread: int, seconds_ahead: float) -> None:
         """Decide whether to draft, and for how many steps that holds.
 
-        draft: seconds of drafts, [sizes]. ahead: seconds of plain decoding to come.
+        draft_seconds: of drafts, [sizes]. seconds_ahead: seconds of plain decoding to come.
         """
-        plain = self._seconds[0]
-        self.is_trial = self._gain <= LEAST_GAIN or not self._repays_reading(num_unread, ahead)
-        limit = self.account.find_limit(ahead)
-        if not self.account.spent:
-            self.account.for_trials = limit
-        size, price = self._choose_draft(draft, limit)
-        self._allowance = limit - price
-        may_lose = self._seconds[size] - plain <= self._allowance
-        may_lose = may_lose and self._may_read(num_unread, ahead)
-        brings = float(self.promise.gains[-1 if self.is_whole else size - 1])
-        expected = price + self._expected[size] - plain * (1 + brings)
-        expected += COLD_SHARE * plain + self._price_reading(min(num_unread, FIRST_PIECE))
+        plain_seconds = self._step_seconds[0]
+        repays_reading = self._repays_reading(num_unread, seconds_ahead)
+        self.is_trial = self._gain <= LEAST_GAIN or not repays_reading
+        limit = self.account.find_limit(seconds_ahead)
+        if not self.account.spent_seconds:
+            self.account.trial_allowance = limit
+        size, price = self._choose_draft(draft_seconds, limit)
+        self._loss_allowance = limit - price
+        may_lose = self._step_seconds[size] - plain_seconds <= self._loss_allowance
+        may_lose = may_lose and self._may_read(num_unread, seconds_ahead)
+        gain = float(self.promise.gains[-1 if self.is_whole else size - 1])
+        reading_price = self._price_reading(min(num_unread, TRIAL_CHUNK_TOKENS))
+        expected_loss = price + self._expected_seconds[size] - plain_seconds * (1 + gain)
+        expected_loss += COLD_SHARE * plain_seconds + reading_price
         was_on = self.drafts_on
-        is_due = not self.is_trial or expected <= self.account.for_trials
+        is_due = not self.is_trial or expected_loss <= self.account.trial_allowance
         self.drafts_on = may_lose and is_due
         if not self.drafts_on:
             if was_on:
-                self.account.add(0.0, COLD_SHARE * plain, is_trial=self.is_trial)
-            self._rest = self._count_rest(expected)
-        elif not self.is_trial and KEPT_STEPS * (price + self._seconds[-1]) < limit:
-            self._rest = KEPT_STEPS
+                self.account.add(0.0, COLD_SHARE * plain_seconds, is_trial=self.is_trial)
+            self._planless_steps = self._count_rest(expected_loss)
+        elif not self.is_trial and PLAN_STEPS * (price + self._step_seconds[-1]) < limit:
+            self._planless_steps = PLAN_STEPS
 
     def _price(self, num_positions: int) -> Array:
         """Find the seconds of steps, and the best tokens per second; return those of drafts.
 
         Those are [sizes], by what is verified of them.
         """
-        rows, most = self._num_rows, self.max_tokens
-        sizes = np.array([most]) if self.is_whole else np.arange(1, most + 1)
+        rows, max_tokens = self._num_rows, self.max_tokens
+        sizes = np.array([max_tokens]) if self.is_whole else np.arange(1, max_tokens + 1)
         seconds = self.costs.estimate_steps(
             rows, np.array([1, *(sizes + 1)]), self._num_prompt_tokens, num_positions
         )
-        self._seconds = self._expected = seconds.tolist()
+        self._step_seconds = self._expected_seconds = seconds.tolist()
         if not self.is_whole:
             seconds = self.promise.expect_seconds(seconds)
-            self._expected = seconds.tolist()
+            self._expected_seconds = seconds.tolist()
         if self.is_planned:
-            draft = np.array([self._price_drafts(n) for n in sizes])
+            draft_seconds = np.array([self._price_drafts(n) for n in sizes])
         else:
-            draft = np.full(len(sizes), self._price_drafts())
-        rates = rows * (1 + self.promise.gains[sizes - 1]) / (draft + seconds[1:])
-        best = int(rates.argmax())
-        plain = rows / self._seconds[0]
-        self._gain = float(rates[best]) / plain
-        self._rate = max(float(rates[best]), plain)
-        self.max_levels = int(sizes[best])
-        return draft
+            draft_seconds = np.full(len(sizes), self._price_drafts())
+        rates = rows * (1 + self.promise.gains[sizes - 1]) / (draft_seconds + seconds[1:])
+        best_index = int(rates.argmax())
+        plain_rate = rows / self._step_seconds[0]
+        self._gain = float(rates[best_index]) / plain_rate
+        self._rate = max(float(rates[best_index]), plain_rate)
+        self.max_levels = int(sizes[best_index])
+        return draft_seconds
 
     def _price_drafts(self, num_levels: float | None = None) -> float:
         """Return the seconds of a step's drafts, of so many levels or of as many as usual.
@@ -185,28 +188,28 @@ class Pace:
                 total += min(1.0, rows) * price
         return total
 
-    def _choose_draft(self, draft: Array, limit: float) -> tuple[int, float]:
+    def _choose_draft(self, draft_seconds: Array, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
-        plain, seconds = self._seconds[0], self._seconds
+        plain_seconds, seconds = self._step_seconds[0], self._step_seconds
         if self.is_whole:
-            return 1, float(draft[0])
+            return 1, float(draft_seconds[0])
         if self.is_planned:
             size = 1 if self.is_trial else self.max_levels
-            while size > 1 and draft[size - 1] + seconds[size] - plain > limit:
+            while size > 1 and draft_seconds[size - 1] + seconds[size] - plain_seconds > limit:
                 size -= 1
             self.max_levels = size
-            return size, float(draft[size - 1])
-        whole, level = self._price_drafts(math.inf), self._price_drafts(1)
-        self.is_brief = whole > limit or self.is_trial
-        price = level if self.is_brief else whole
+            return size, float(draft_seconds[size - 1])
+        whole_price, level_price = self._price_drafts(math.inf), self._price_drafts(1)
+        self.is_brief = whole_price > limit or self.is_trial
+        price = level_price if self.is_brief else whole_price
         if self.is_trial:
             return 1, price
         # Fewer nodes than pay would only lose what is left of the limit.
-        emitted = 1 + self.promise.gains[: len(seconds) - 1]
-        pays = emitted * plain > price + np.array(self._expected[1:])
-        return int(pays.argmax()) + 1, price
+        emitted_tokens = 1 + self.promise.gains[: len(seconds) - 1]
+        repays = emitted_tokens * plain_seconds > price + np.array(self._expected_seconds[1:])
+        return int(repays.argmax()) + 1, price
 
-    def rest(self, num_rows: int, num_prompt_tokens: int) -> bool:
+    def rest_step(self, num_rows: int, num_prompt_tokens: int) -> bool:
         """Count a step; return whether it drafts nothing, as the last plan says."""
         if not self.is_resting(num_rows):
             return False
@@ -215,80 +218,83 @@ class Pace:
 
     def is_resting(self, num_rows: int) -> bool:
         """Return whether the last plan lets the next step of so many requests rest."""
-        return not self.drafts_on and self._rest > 1 and num_rows == self._num_rows
+        return not self.drafts_on and self._planless_steps > 1 and num_rows == self._num_rows
 
     def _count_rest(self, price: float) -> int:
         """Return the steps until a trial of this price may be lost."""
-        missing = price - self.account.for_trials if self.is_trial else 0.0
-        return min(max(REST_STEPS, int(missing / (TRIAL_SHARE * self._seconds[0]))), MOST_REST)
+        missing_seconds = price - self.account.trial_allowance if self.is_trial else 0.0
+        num_steps = int(missing_seconds / (TRIAL_SHARE * self._step_seconds[0]))
+        return min(max(MIN_REST_STEPS, num_steps), MAX_REST_STEPS)
 
     def skip(self, num_rows: int, num_prompt_tokens: int = 0) -> None:
         """Begin a step of so many requests; nothing is drafted for it unless that is recorded."""
-        self._num_rows, self._rest = num_rows, self._rest - 1
+        self._num_rows, self._planless_steps = num_rows, self._planless_steps - 1
         self._num_prompt_tokens = num_prompt_tokens
-        self.account.add(self._seconds[0], 0.0, is_trial=self.is_trial)
+        self.account.add(self._step_seconds[0], 0.0, is_trial=self.is_trial)
 
-    def list_readers(self, unread: Sequence[int]) -> frozenset[int]:
+    def list_readers(self, unread_counts: Sequence[int]) -> frozenset[int]:
         """Return the drafters that have much to read before they draft."""
-        return frozenset(n for n, tokens in enumerate(unread) if tokens > FEW_UNREAD)
+        return frozenset(n for n, tokens in enumerate(unread_counts) if tokens > FEW_UNREAD_TOKENS)
 
-    def _count_unread(self, unread: Sequence[int]) -> int:
-        return sum(tokens for n, tokens in enumerate(unread) if n not in self.left_out)
+    def _count_unread(self, unread_counts: Sequence[int]) -> int:
+        return sum(tokens for n, tokens in enumerate(unread_counts) if n not in self.left_out)
 
-    def _may_all_read(self, unread: Sequence[int], ahead: float) -> bool:
+    def _may_all_read(self, unread_counts: Sequence[int], seconds_ahead: float) -> bool:
         """Return whether no drafter of a chain is to be left out for what it has to read."""
-        readers = self.list_readers(unread)
+        readers = self.list_readers(unread_counts)
         if not readers or len(readers) == len(self.drafters):
             return True
-        price = self._price_reading(sum(unread))
+        num_unread = sum(unread_counts)
         worth = max(self.value_drafter(n, self._num_rows) for n in readers)
-        return price <= ahead * worth / (1 + max(0.0, worth)) and self._may_read(sum(unread), ahead)
+        is_repaid = self._price_reading(num_unread) <= seconds_ahead * worth / (1 + max(0.0, worth))
+        return is_repaid and self._may_read(num_unread, seconds_ahead)
 
     def _price_reading(self, num_unread: int) -> float:
-        return num_unread * self.costs.reading if num_unread > FEW_UNREAD else 0.0
+        return num_unread * self.costs.reading if num_unread > FEW_UNREAD_TOKENS else 0.0
 
-    def _repays_reading(self, num_unread: int, ahead: float) -> bool:
-        """Return whether drafts repay the drafter's reading in `ahead` seconds of plain steps."""
-        return self._price_reading(num_unread) <= ahead * (1 - 1 / self._gain)
+    def _repays_reading(self, num_unread: int, seconds_ahead: float) -> bool:
+        """Return whether drafts of the time ahead repay the drafter's reading."""
+        return self._price_reading(num_unread) <= seconds_ahead * (1 - 1 / self._gain)
 
-    def _may_read(self, num_unread: int, ahead: float) -> bool:
+    def _may_read(self, num_unread: int, seconds_ahead: float) -> bool:
         """Return whether drafters may read unread tokens; `max_read` says how many.
 
-        That is a share of all the time, and what drafts have won. ahead: seconds of plain decoding
-        to come.
+        That is a share of all the time, and what drafts have won. seconds_ahead: seconds of plain
+        decoding to come.
         """
         self.max_read = None
         price = self._price_reading(num_unread)
-        limit = READ_SHARE * (self.account.spent + ahead) - self.account.read
-        limit += max(0.0, -self.account.lost)
+        account = self.account
+        limit = READ_SHARE * (account.spent_seconds + seconds_ahead) - account.reading_seconds
+        limit += max(0.0, -account.lost_seconds)
         if not price or self._num_rows == 1:
             return not price or price <= limit
         self.max_read = int(max(0.0, limit) / self.costs.reading)
         if self.is_trial:
-            self.max_read = min(self.max_read, FIRST_PIECE)
-        return self.max_read >= min(num_unread, FIRST_PIECE)
+            self.max_read = min(self.max_read, TRIAL_CHUNK_TOKENS)
+        return self.max_read >= min(num_unread, TRIAL_CHUNK_TOKENS)
 
     def price_level(self) -> float:
-        """How much another level of a draft must promise to be worth its price.
+        """Return the least gain of a draft's newest level for which another level is drafted.
 
-        That is tokens of the newest level that are expected to be accepted, in all rows together
+        A level's gain is the tokens of it that are expected to be accepted, in all rows together
         and at most one in each.
         """
         if self.is_brief:
             return math.inf
-        seconds = self._seconds[1:]  # that a draft is verified at all is paid for already
-        token = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
-        first, second = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
-        return float(self._rate * (second - first + token) / self.promise.gains[0])
+        seconds = self._step_seconds[1:]  # that a draft is verified at all is paid for already
+        token_seconds = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+        one_level, two_levels = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
+        return float(self._rate * (two_levels - one_level + token_seconds) / self.promise.gains[0])
 
     def value(self, chances: Array) -> Array:
-        """Tokens that the draft of each row promises, without those that its verifying would emit.
+        """Return the tokens that each row's draft promises beyond what its time would emit, [B].
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """
-        seconds = self._seconds
-        token = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
-        worth = np.cumsum(chances - self._rate * token, axis=1)
+        seconds = self._step_seconds
+        token_seconds = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
+        worth = np.cumsum(chances - self._rate * token_seconds, axis=1)
         return np.asarray(worth.max(axis=1, initial=0.0))
 
     def value_drafter(self, drafter: int, num_left: int) -> float:
@@ -299,8 +305,8 @@ class Pace:
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
         """Return whether a draft in hand is worth more than one by later drafters of the chain."""
-        later = {*range(drafter + 1, len(self.drafters))} - self.left_out
-        values = [self.value_drafter(number, num_left) for number in later]
+        later_drafters = {*range(drafter + 1, len(self.drafters))} - self.left_out
+        values = [self.value_drafter(number, num_left) for number in later_drafters]
         return value > 0 and value >= max(values, default=0.0)
 
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
@@ -308,56 +314,60 @@ class Pace:
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """
-        plain, *seconds = self._seconds
+        plain_seconds, *seconds = self._step_seconds
         totals = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
         totals += [0.0] * (self.max_tokens - len(totals))
-        promised = list(itertools.accumulate(totals))
+        promised_gains = list(itertools.accumulate(totals))
         size = sum(total > 0 for total in totals)
-        most, best = 0, -self._rate * plain
-        for number, (tokens, took) in enumerate(zip(promised, seconds, strict=False), 1):
-            worth = tokens - self._rate * took
-            if worth > best and took - plain <= self._allowance:
-                most, best = number, worth
+        best_size, best_worth = 0, -self._rate * plain_seconds
+        prices = zip(promised_gains, seconds, strict=False)
+        for number, (gain, step_seconds) in enumerate(prices, 1):
+            worth = gain - self._rate * step_seconds
+            if worth > best_worth and step_seconds - plain_seconds <= self._loss_allowance:
+                best_size, best_worth = number, worth
         if self.is_brief:  # as if each further level were as good as the first
             num_rows = len(chances)
             rate = totals[0] / num_rows
-            usual = itertools.accumulate(num_rows * rate**n for n in range(1, len(totals) + 1))
-            promised = [*map(max, promised, usual)]
+            level_gains = (num_rows * rate**n for n in range(1, len(totals) + 1))
+            usual_gains = itertools.accumulate(level_gains)
+            promised_gains = [*map(max, promised_gains, usual_gains)]
         # What a draft of this kind promises, whatever is verified of it.
-        self._promises.append((len(chances), promised, size))
-        return max(most, int(self.is_trial))
+        self._promises.append((len(chances), promised_gains, size))
+        return max(best_size, int(self.is_trial))
 
     # ---- After it.
 
     def record(
-        self, size: int, emitted: Sequence[int], drafted: Sequence[tuple[int, int, int]],
+        self, size: int, emitted_counts: Sequence[int], draft_calls: Sequence[tuple[int, int, int]],
         num_read: int = 0,
     ) -> None:  # fmt: skip
         """Take what came of a step's drafts, the largest of which has so many nodes.
 
-        emitted: tokens of each request. drafted: the drafters of the chain that were asked, for how
-        many requests, and in how many passes. num_read: prompt tokens that they read.
+        emitted_counts: tokens of each request. draft_calls: the drafters of the chain that drafted,
+        for how many requests, and how many levels. num_read: prompt tokens that they read.
         """
-        rows, plain = len(emitted), self._seconds[0]
-        draft = sum(self.costs.estimate_draft(n, levels, drafter) for drafter, n, levels in drafted)
-        if num_read > FEW_UNREAD:
+        rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
+        estimate = self.costs.estimate_draft
+        draft_seconds = sum(estimate(n, levels, drafter) for drafter, n, levels in draft_calls)
+        if num_read > FEW_UNREAD_TOKENS:
             seconds = self._price_reading(num_read)
-            self.account.read += seconds
-            self.account.for_trials -= seconds if self.is_trial else 0.0
-            self.account.spent += seconds
-        step = self._seconds[-1 if self.is_whole and size > 1 else size - 1]
-        extra = draft + step - plain
-        self.account.add(extra, draft + step - plain * sum(emitted) / rows, is_trial=self.is_trial)
-        asked = {number: (num_asked / rows, levels) for number, num_asked, levels in drafted}
+            self.account.reading_seconds += seconds
+            self.account.trial_allowance -= seconds if self.is_trial else 0.0
+            self.account.spent_seconds += seconds
+        step_seconds = self._step_seconds[-1 if self.is_whole and size > 1 else size - 1]
+        extra_seconds = draft_seconds + step_seconds - plain_seconds
+        lost_seconds = draft_seconds + step_seconds - plain_seconds * sum(emitted_counts) / rows
+        self.account.add(extra_seconds, lost_seconds, is_trial=self.is_trial)
+        uses_by_drafter = {drafter: (n / rows, levels) for drafter, n, levels in draft_calls}
         for number, value in enumerate(self.drafters):
             if number not in self.left_out:
-                value.ask(*asked.get(number, (0.0, None)))
+                value.ask(*uses_by_drafter.get(number, (0.0, None)))
         if size > 1 and (self.is_whole or self.is_planned):
-            self.promise.take_emitted(emitted, size)
+            self.promise.take_emitted(emitted_counts, size)
 
     def learn(self) -> None:
         """Learn from the newest steps."""
-        for promised in self._promises:
-            self.promise.take_promised(*promised)
+        for promise in self._promises:
+            self.promise.take_promised(*promise)
         self._promises = []
         self.calibration.learn()

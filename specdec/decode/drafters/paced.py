@@ -18,7 +18,7 @@ from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
 from specdec.decode.drafters.calibration import follow_chances
 from specdec.decode.drafters.merging import join_candidates
-from specdec.decode.drafters.pace import FEW_UNREAD, Pace
+from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.files.acceptance import Acceptance
@@ -35,13 +35,13 @@ class PacedDrafter(Drafter):
 
     def __init__(
         self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
-        record: Acceptance | None = None, recorded: int = 0,
+        record: Acceptance | None = None, recorded_drafter: int = 0,
     ) -> None:  # fmt: skip
         """Join drafters under one pace.
 
         groups: they draft by turns, the cheapest first; the members of one share a tree.
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
-        every step, and all of it is verified. record, recorded: as in `Pace`.
+        every step, and all of it is verified. record, recorded_drafter: as in `Pace`.
         """
         self.members = members = [drafter for group in groups for drafter in group]
         self.groups, self.is_fixed = groups, is_fixed
@@ -49,15 +49,15 @@ class PacedDrafter(Drafter):
         self.follows_prompts = any(member.follows_prompts for member in members)
         self.follows_last = any(member.follows_last for member in members)
         self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
-        is_alone, first = len(members) == 1, members[0]
-        self.is_indivisible = is_alone and first.is_indivisible
+        is_alone, first_member = len(members) == 1, members[0]
+        self.is_indivisible = is_alone and first_member.is_indivisible
         self.pace = Pace(
             self.max_draft_tokens, costs, is_whole=self.is_indivisible,
-            is_planned=is_alone and first.is_planned,
+            is_planned=is_alone and first_member.is_planned,
             max_depths=[max(d.max_draft_depth for d in group) for group in groups],
-            record=record, recorded=recorded,
+            record=record, recorded_drafter=recorded_drafter,
         )  # fmt: skip
-        self._drafted: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
+        self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
 
     def fit_budget(self) -> PacedDrafter:
@@ -108,27 +108,27 @@ class PacedDrafter(Drafter):
         self._drafts, self.num_prefilled = [], 0
         if not (self._plan(requests) or self.is_fixed):
             return []
-        self._drafts, self._drafted = list_roots(requests), []
+        self._drafts, self._draft_calls = list_roots(requests), []
         self._instruct()
         rows = list(range(len(requests)))
         for group in range(len(self.groups)):
             if rows and self._is_worth(group, len(rows)):
                 rows = self._draft(group, requests, rows)
         if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
-            self._cut()
+            self._cut_drafts()
         return self._drafts
 
     def _plan(self, requests: Sequence[ActiveRequest]) -> bool:
         """Return whether the pace lets the step draft."""
         num_rows, num_prompt_tokens = len(requests), self.num_prompt_tokens
-        if not self.is_fixed and self.pace.rest(num_rows, num_prompt_tokens):
+        if not self.is_fixed and self.pace.rest_step(num_rows, num_prompt_tokens):
             return False
         remaining = [request.remaining for request in requests]
         num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
-        unread: list[int] = []  # which ends no fixed draft
+        unread_counts: list[int] = []  # with none, what is unread ends no draft
         if not self.is_fixed:
-            unread = [sum(m.count_unread(requests) for m in members) for members in self.groups]
-        return self.pace.plan(remaining, num_prompt_tokens, unread, num_positions)
+            unread_counts = [sum(m.count_unread(requests) for m in g) for g in self.groups]
+        return self.pace.plan(remaining, num_prompt_tokens, unread_counts, num_positions)
 
     def _instruct(self) -> None:
         """Tell the drafters how much they may read and draft in the step."""
@@ -171,8 +171,8 @@ class PacedDrafter(Drafter):
         member_drafts = [member.propose(requests) or list_roots(requests) for member in members]
         self.num_prefilled += sum(member.num_prefilled for member in members)
         self.num_levels = max(member.num_levels for member in members)
-        self._drafted.append((group, len(requests), self.num_levels))
-        drafts = [join_candidates(shared) for shared in zip(*member_drafts, strict=True)]
+        self._draft_calls.append((group, len(requests), self.num_levels))
+        drafts = [join_candidates(row_drafts) for row_drafts in zip(*member_drafts, strict=True)]
         if self.chains_only:
             drafts = [candidates.make_chain() for candidates in drafts]
         if group:
@@ -189,34 +189,35 @@ class PacedDrafter(Drafter):
             return
         drafts, self._drafts = self._drafts, []
         size = max(candidates.tree.num_nodes for candidates in drafts)
-        self.pace.record(size, [len(path) for path in paths], self._drafted, self.num_prefilled)
+        self.pace.record(size, [len(path) for path in paths], self._draft_calls, self.num_prefilled)
         if size > 1:
             self.pace.calibration.record(drafts, paths)
 
-    def _rank(self, found: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
+    def _rank(self, drafts: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
         """Return each row's chances of drafted nodes, best first, then zeros, and the nodes."""
-        trees = [candidates.tree for candidates in found]
-        rows = follow_chances(trees, self.pace.calibration.estimate(*found))
-        most, chances, orders = max(map(len, rows)), [], []
+        trees = [candidates.tree for candidates in drafts]
+        rows = follow_chances(trees, self.pace.calibration.estimate(*drafts))
+        max_nodes, chances, orders = max(map(len, rows)), [], []
         for row in rows:
             order = sorted(range(1, len(row)), key=row.__getitem__, reverse=True)
-            chances.append([row[node] for node in order] + [0.0] * (most - len(row)))
+            chances.append([row[node] for node in order] + [0.0] * (max_nodes - len(row)))
             orders.append(order)
         return chances, orders
 
-    def _cut(self) -> None:
+    def _cut_drafts(self) -> None:
         """Keep as many nodes of each tree as are worth their time, the likeliest.
 
         A parent's chance is never the smaller.
         """
         chances, orders = self._rank(self._drafts)
-        if self.num_prefilled > FEW_UNREAD:  # what is not read yet may promise something still
+        # A prompt that is not read yet may promise something still.
+        if self.num_prefilled > FEW_UNREAD_TOKENS:
             chances = [row for row in chances if any(row)]
-        most = self.pace.choose(chances) if chances else 0
+        max_nodes = self.pace.choose(chances) if chances else 0
         self._drafts = [
             candidates
-            if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= most
-            else candidates.keep([0, *sorted(order[:most])])
+            if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= max_nodes
+            else candidates.keep([0, *sorted(order[:max_nodes])])
             for candidates, order in zip(self._drafts, orders, strict=True)
         ]
 
