@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 from specdec import Engine, Prompt, Stream
@@ -47,14 +47,14 @@ class DialogueEngine:
     def answer(self, dialogues: Iterable[Dialogue]) -> Iterator[tuple[Dialogue, RowError | None]]:
         """Yield each dialogue when it ends, with the error where it failed."""
         remaining_dialogues = iter(dialogues)
-        ready_dialogues: list[Dialogue] = []  # have a turn that the engine can answer
+        ready_dialogues: list[Dialogue] = []  # have an answer, and perhaps a turn to ask
         streams: list[tuple[Dialogue, Stream]] = []  # turns that the engine answers
         while True:
-            num_free_rows = self._engine.max_batch_size - len(streams) - len(ready_dialogues)
-            ready_dialogues += islice(remaining_dialogues, num_free_rows)
-            if not ready_dialogues and not streams:
-                return
-            for dialogue in ready_dialogues:
+            while len(streams) < self._engine.max_batch_size:
+                dialogue = next(itertools.chain(ready_dialogues[:1], remaining_dialogues), None)
+                del ready_dialogues[:1]
+                if dialogue is None:
+                    break
                 try:
                     prompt = self._make_prompt(dialogue)
                 except RowError as error:
@@ -64,8 +64,10 @@ class DialogueEngine:
                     yield dialogue, None
                 else:
                     streams.append((dialogue, self._engine.stream(prompt)))
+            if not streams:
+                return
             self._engine.step()
-            ready_dialogues, running_streams, streams = [], streams, []
+            running_streams, streams = streams, []
             for dialogue, stream in running_streams:
                 event = stream.take()
                 if event is None or event.finish_reason is None:
