@@ -98,6 +98,8 @@ def count_tokens(path: Path, tokenizer_dir: str | None, vocab_size: int) -> Arra
                 text = document if isinstance(document, str) else format_.render(document)
                 encoded = format_.tokenizer(text, add_special_tokens=False, verbose=False)
                 tokens = encoded["input_ids"]
+            if not isinstance(tokens, list):
+                raise ValueError(f"input_ids is a {type(tokens).__name__}, not a list")
             if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
                 raise ValueError(f"input_ids holds what is no token below {vocab_size}")
             np.add.at(counts, np.array(tokens, np.int64), 1)
