@@ -38,8 +38,8 @@ CONTAINER = Path("/app/all_models/inflight_batcher_llm")  # of NVIDIA's image of
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 # A text that is one variable may stay unset; anywhere else the file would not parse.
 TEXT = re.compile(r'string_value:\s*"\$\{(\w+)\}"')
-# Texts, comments and what stands outside of them: there a value is a word or a number.
-PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[^"#]+|"')
+# Texts, comments, and the pieces between them, in which a value is a word or a number.
+PIECES = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|[^"#]+|"')
 WORD = re.compile(r"[\w.+-]+", re.ASCII)
 
 # The variables of each model's template, as of TensorRT-LLM 2a9abd95, 808059da, 89fd9b74, bff88ea8.
@@ -78,13 +78,13 @@ _VARIABLES = {
         "bls_instance_count* prompt_embedding_table_data_type"
     ),
 }  # fmt: skip
-KNOWN = {model: text.replace("*", "").split() for model, text in _VARIABLES.items()}
-NEEDED = {
+KNOWN_VARIABLES = {model: text.replace("*", "").split() for model, text in _VARIABLES.items()}
+NEEDED_VARIABLES = {
     model: [name[:-1] for name in text.split() if name.endswith("*")]
     for model, text in _VARIABLES.items()
 }
-# What only the user knows of an engine of these modes.
-CHOSEN = {
+# Variables that only the user knows, by the engine's mode.
+USER_VARIABLES = {
     "medusa": ("medusa_choices",),
     "eagle": ("eagle_choices",),
     "lookahead_decoding": (
@@ -100,15 +100,15 @@ FIXED_FOR_PAIRS = {
     "tensorrt_llm_draft_model_name": "the models are named here",
 }
 # Variables whose value for the target is never the draft engine's too.
-OF_ONE_ENGINE = ("engine_dir", "gpu_device_ids")
-FIELDS = ("triton_templates", "triton_draft_engine_dir", "triton_parameters")
+ENGINE_VARIABLES = ("engine_dir", "gpu_device_ids")
+TRITON_FIELDS = ("triton_templates", "triton_draft_engine_dir", "triton_parameters")
 FRACTION = "kv_cache_free_gpu_mem_fraction"
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
         lambda s: s.emit_triton is None
-        and next((name_flag(name) for name in FIELDS if getattr(s, name)), None),
+        and next((name_flag(name) for name in TRITON_FIELDS if getattr(s, name)), None),
         "{found} has no effect without --emit-triton", "leave it out",
     ),
     (
@@ -144,20 +144,21 @@ def read_templates(settings: BuildSettings) -> dict[str, str]:
                 " triton_backend/ of TensorRT-LLM's repository",
             )
         texts[model] = path.read_text(encoding="utf-8")
-    chosen = {**(given := parse_parameters(settings))[0], **given[1]}
-    found = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
-    for model, variables in found.items():
-        lacking = [name for name in NEEDED[model] if name not in variables]
-        foreign = sorted(variables - set(KNOWN[model]) - set(chosen))
+    user_values = {**(parameters := parse_parameters(settings))[0], **parameters[1]}
+    template_variables = {model: set(VARIABLE.findall(text)) for model, text in texts.items()}
+    for model, variables in template_variables.items():
+        path = folder / model / CONFIG
+        missing_names = [name for name in NEEDED_VARIABLES[model] if name not in variables]
+        unknown_names = sorted(variables - set(KNOWN_VARIABLES[model]) - set(user_values))
         problems += Problems.from_table(
-            (lacking, f"{folder / model / CONFIG} has no variable {join_names(lacking)}",
+            (missing_names, f"{path} has no variable {join_names(missing_names)}",
              "give the templates unfilled, of a release up to TensorRT-LLM 1.2"),
-            (foreign, f"{folder / model / CONFIG} has unknown variables {join_names(foreign)}",
+            (unknown_names, f"{path} has unknown variables {join_names(unknown_names)}",
              "say what they are: --triton-parameters NAME=VALUE"),
         )  # fmt: skip
-    everywhere = sorted(set().union(*found.values()))
-    for name in sorted(set(chosen) - set(everywhere)):
-        fact = f"--triton-parameters {name}: no template has it{suggest(name, everywhere)}"
+    all_variables = sorted(set().union(*template_variables.values()))
+    for name in sorted(set(user_values) - set(all_variables)):
+        fact = f"--triton-parameters {name}: no template has it{suggest(name, all_variables)}"
         problems.add(fact, "leave it out")
     problems.raise_all()
     return texts
@@ -165,32 +166,32 @@ def read_templates(settings: BuildSettings) -> dict[str, str]:
 
 def parse_parameters(settings: BuildSettings) -> tuple[dict[str, str], dict[str, str]]:
     """Read --triton-parameters, NAME=VALUE each: the target's, then those with "draft." first."""
-    found: tuple[dict[str, str], dict[str, str]] = {}, {}
+    parameters: tuple[dict[str, str], dict[str, str]] = {}, {}
     for entry in settings.triton_parameters:
         name, equals, value = entry.partition("=")
         if not equals or not name or "$" in value:
             raise UsageError(
                 f"--triton-parameters {entry!r}", "write NAME=VALUE, without dollar signs"
             )
-        own = name.removeprefix("draft.")
-        if found[own != name].setdefault(own, value) != value:
+        variable = name.removeprefix("draft.")
+        if parameters[variable != name].setdefault(variable, value) != value:
             raise UsageError(f"--triton-parameters gives {name} twice", "keep one")
-    return found
+    return parameters
 
 
 def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
     """Return each model's variables; raise SpecDecError that lists what does not fit."""
     target, folder = read_engine(settings.output_dir), settings.triton_draft_engine_dir
     draft = None if folder is None else read_engine(folder)
-    chosen, of_draft = parse_parameters(settings)
-    find_engine_problems(target, draft, chosen, of_draft).raise_all()
+    target_values, draft_values = parse_parameters(settings)
+    find_engine_problems(target, draft, target_values, draft_values).raise_all()
     batch = min(engine.max_batch_size for engine in (target, draft) if engine)
     common = {"triton_max_batch_size": str(batch), "max_queue_delay_microseconds": "0",
               "max_queue_size": "0"}  # fmt: skip
     logits = {"logits_datatype": "TYPE_FP16" if target.logits_dtype == "float16" else "TYPE_FP32"}
     reuses = target.mode == EXTERNAL or draft is not None
 
-    def describe(engine: EngineFolder, own: Mapping[str, str]) -> dict[str, str]:
+    def describe(engine: EngineFolder, user_values: Mapping[str, str]) -> dict[str, str]:
         return {
             **common, **logits, "triton_backend": "tensorrtllm", "decoupled_mode": "False",
             "max_beam_width": str(engine.max_beam_width),
@@ -198,29 +199,32 @@ def plan_models(settings: BuildSettings) -> dict[str, dict[str, str]]:
             "engine_dir": str(engine.folder.resolve()),
             "enable_kv_cache_reuse": str(reuses), "exclude_input_in_output": "True",
             "encoder_input_features_data_type": "TYPE_FP16",
-            "prompt_embedding_table_data_type": "TYPE_FP16", **own,
+            "prompt_embedding_table_data_type": "TYPE_FP16", **user_values,
         }  # fmt: skip
 
     models = {
         "preprocessing": {
             **common, "preprocessing_instance_count": "1", "add_special_tokens": "True",
-            "engine_dir": str(target.folder.resolve()), **chosen,
+            "engine_dir": str(target.folder.resolve()), **target_values,
         },
-        TARGET: describe(target, chosen),
+        TARGET: describe(target, target_values),
         "postprocessing": {
-            **common, "postprocessing_instance_count": "1", "skip_special_tokens": "True", **chosen,
+            **common, "postprocessing_instance_count": "1", "skip_special_tokens": "True",
+            **target_values,
         },
-        "ensemble": {**common, **logits, **chosen},
+        "ensemble": {**common, **logits, **target_values},
         BLS: {
             **common, **logits, "decoupled_mode": "False", "accumulate_tokens": "False",
             "bls_instance_count": "1", "tensorrt_llm_model_name": TARGET,
             "prompt_embedding_table_data_type": "TYPE_FP16",
-            **({"tensorrt_llm_draft_model_name": DRAFT} if draft else {}), **chosen,
+            **({"tensorrt_llm_draft_model_name": DRAFT} if draft else {}), **target_values,
         },
     }  # fmt: skip
     if draft is not None:
-        shared = {name: value for name, value in chosen.items() if name not in OF_ONE_ENGINE}
-        models[DRAFT] = describe(draft, shared | of_draft)
+        shared_values = {
+            name: value for name, value in target_values.items() if name not in ENGINE_VARIABLES
+        }
+        models[DRAFT] = describe(draft, shared_values | draft_values)
     return models
 
 
@@ -235,44 +239,48 @@ def read_engine(folder: Path) -> EngineFolder:
 
 
 def find_engine_problems(
-    target: EngineFolder, draft: EngineFolder | None, chosen: Mapping[str, str],
-    of_draft: Mapping[str, str],
+    target: EngineFolder, draft: EngineFolder | None, target_values: Mapping[str, str],
+    draft_values: Mapping[str, str],
 ) -> Problems:  # fmt: skip
     """List what keeps these engines from being served as they are asked to be."""
-    lacking = [name for name in CHOSEN.get(target.mode or "", ()) if name not in chosen]
-    ours, theirs = chosen.get("gpu_device_ids"), of_draft.get("gpu_device_ids")
+    user_names = USER_VARIABLES.get(target.mode or "", ())
+    missing_names = [name for name in user_names if name not in target_values]
+    target_devices = target_values.get("gpu_device_ids")
+    draft_devices = draft_values.get("gpu_device_ids")
     problems = Problems.from_table(
         *((not is_fraction(values.get(FRACTION, "1")),
            f"{name} is {values.get(FRACTION)!r}", "give a number above 0, at most 1")
-          for name, values in ((FRACTION, chosen), (f"draft.{FRACTION}", of_draft))),
-        (lacking, f"an engine of mode {target.mode} is served with {join_names(lacking)}",
-         "give --triton-parameters " + " ".join(f"{name}=..." for name in lacking)),
-        (chosen.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"),
+          for name, values in ((FRACTION, target_values), (f"draft.{FRACTION}", draft_values))),
+        (missing_names,
+         f"an engine of mode {target.mode} is served with {join_names(missing_names)}",
+         "give --triton-parameters " + " ".join(f"{name}=..." for name in missing_names)),
+        (target_values.get("speculative_decoding_fast_logits", "").lower() in ("true", "1"),
          "speculative_decoding_fast_logits needs participant_ids of each engine's own, and a"
          " server of as many ranks as both engines and one more",
          "leave it out; requests with use_draft_logits then pass logits through the server"),
         *((devices is not None and not are_devices(devices, engine.world_size),
            f"{flag} is {devices!r}, the engine has {engine.world_size} ranks",
            "give one device number a rank, as 0,1")
-          for flag, devices, engine in (("gpu_device_ids", ours, target),
-                                        ("draft.gpu_device_ids", theirs, draft)) if engine),
+          for flag, devices, engine in (("gpu_device_ids", target_devices, target),
+                                        ("draft.gpu_device_ids", draft_devices, draft)) if engine),
     )  # fmt: skip
-    problems += find_window_problems(target, chosen)
+    problems += find_window_problems(target, target_values)
     if draft is not None:
-        problems += find_pair_problems(target, draft, chosen, of_draft)
+        problems += find_pair_problems(target, draft, target_values, draft_values)
     return problems
 
 
 def find_pair_problems(
-    target: EngineFolder, draft: EngineFolder, chosen: Mapping[str, str],
-    of_draft: Mapping[str, str],
+    target: EngineFolder, draft: EngineFolder, target_values: Mapping[str, str],
+    draft_values: Mapping[str, str],
 ) -> Problems:  # fmt: skip
     """List what keeps one engine from drafting for the other behind a server."""
-    devices, draft_devices = (
-        set((values.get("gpu_device_ids") or "0").split(",")) for values in (chosen, of_draft)
+    target_devices, draft_devices = (
+        set((values.get("gpu_device_ids") or "0").split(","))
+        for values in (target_values, draft_values)
     )
     return Problems.from_table(
-        *((name in {*chosen, *of_draft},
+        *((name in {*target_values, *draft_values},
            f"--triton-parameters {name} with a draft engine: {reason}", "leave it out")
           for name, reason in sorted(FIXED_FOR_PAIRS.items())),
         (target.mode != EXTERNAL,
@@ -283,7 +291,7 @@ def find_pair_problems(
         *((not engine.has_paged_context_fmha,
            f"{engine.folder} cannot reuse blocks of its KV cache, which drafts need",
            "build it with --use-paged-context-fmha enable") for engine in (target, draft)),
-        (devices & draft_devices and FRACTION not in {*chosen, *of_draft},
+        (target_devices & draft_devices and FRACTION not in {*target_values, *draft_values},
          "both engines are on one GPU, and each KV cache would take 0.9 of what is free",
          f"give --triton-parameters {FRACTION}=0.4, or gpu_device_ids and draft.gpu_device_ids"),
     )  # fmt: skip
@@ -303,12 +311,12 @@ def are_devices(text: str, count: int) -> bool:
     return len(numbers) == count and all(number.isdecimal() for number in numbers)
 
 
-def find_window_problems(target: EngineFolder, chosen: Mapping[str, str]) -> Problems:
-    """Return whether lookahead's window fills the engine's drafts, as the runtime needs it to."""
-    names = CHOSEN["lookahead_decoding"]
-    if target.mode != "lookahead_decoding" or not set(names) <= set(chosen):
+def find_window_problems(target: EngineFolder, target_values: Mapping[str, str]) -> Problems:
+    """List what keeps lookahead's window from filling the engine's drafts, as the runtime needs."""
+    names = USER_VARIABLES["lookahead_decoding"]
+    if target.mode != "lookahead_decoding" or not set(names) <= set(target_values):
         return Problems()
-    sizes = [chosen[name] for name in names]
+    sizes = [target_values[name] for name in names]
     are_good = all(size.isdecimal() and int(size) > 0 for size in sizes)
     count = count_lookahead_tokens(*map(int, sizes)) if are_good else 0
     return Problems.from_table(
@@ -329,10 +337,10 @@ def fill(text: str, values: Mapping[str, str], path: Path) -> str:
             "give --triton-parameters NAME=VALUE",
         )
 
-    def fill_part(part: re.Match[str]) -> str:
-        if part[0].startswith("#"):
-            return part[0]
-        is_text = part[0].startswith('"')
+    def fill_piece(piece: re.Match[str]) -> str:
+        if piece[0].startswith("#"):
+            return piece[0]
+        is_text = piece[0].startswith('"')
 
         def fill_variable(match: re.Match[str]) -> str:
             value = values.get(match[1])
@@ -347,9 +355,9 @@ def fill(text: str, values: Mapping[str, str], path: Path) -> str:
                 )
             return value
 
-        return VARIABLE.sub(fill_variable, part[0])
+        return VARIABLE.sub(fill_variable, piece[0])
 
-    return PARTS.sub(fill_part, text)
+    return PIECES.sub(fill_piece, text)
 
 
 def escape(value: str) -> str:
@@ -365,8 +373,8 @@ def escape(value: str) -> str:
 def write_repository(settings: BuildSettings, templates: Mapping[str, str]) -> dict[str, Any]:
     """Write the model repository of the engine in output_dir; return what was written."""
     output, folder = need(settings.emit_triton), settings.triton_templates or CONTAINER
-    given = (settings.output_dir, settings.triton_draft_engine_dir, folder)
-    inputs = [path for path in given if path is not None]
+    input_paths = (settings.output_dir, settings.triton_draft_engine_dir, folder)
+    inputs = [path for path in input_paths if path is not None]
     models = plan_models(settings)
     texts = {}
     for model, values in models.items():

@@ -13,7 +13,7 @@ import pytest
 
 from specdec.build.pipeline import build_engine
 from specdec.build.settings import BuildSettings
-from specdec.build.triton import FRACTION, KNOWN, NEEDED
+from specdec.build.triton import FRACTION, KNOWN_VARIABLES, NEEDED_VARIABLES
 from specdec.errors import SpecDecError, UsageError
 from specdec.trtllm.facts import LABELS
 from tests.trtllm.worlds import EXTERNAL, LOOKAHEAD, MAX_BATCH, PAGED, World, make_world
@@ -81,7 +81,7 @@ def list_parameters(config: dict[str, list[Any]]) -> dict[str, str]:
 
 def write_templates(folder: Path, *, without: str = "", extra: str = "") -> Path:
     """Stand-ins for Triton's files: the same variables, in the same places, and a model.py."""
-    for model, names in KNOWN.items():
+    for model, names in KNOWN_VARIABLES.items():
         lines = [f'name: "{model}"', 'backend: "python"  # a comment']
         for name in names:
             variable = f"${{{name}}}"
@@ -138,7 +138,7 @@ def test_a_repository_describes_its_engine(world: World, tmp_path: Path) -> None
     engine = world.engine("redrafter", world.redrafter())
     report = emit(world, engine, tmp_path / "repo", f"{FRACTION}=0.5")
     models = read_models(tmp_path / "repo")
-    assert set(models) == set(report["models"]) == set(KNOWN)
+    assert set(models) == set(report["models"]) == set(KNOWN_VARIABLES)
     for name, config in models.items():
         assert config["name"] == [name]
         assert config["max_batch_size"] == [str(MAX_BATCH)]
@@ -240,7 +240,7 @@ def test_unknown_and_missing_variables_are_errors(world: World, tmp_path: Path) 
     refuse(r"no template has it \(did you mean medusa_choices", world, engine, "medusa_choice={0}")
     remedy = refuse("does not exist", world, engine, triton_templates=tmp_path)
     assert "all_models/inflight_batcher_llm" in remedy
-    assert all(set(NEEDED[model]) <= set(KNOWN[model]) for model in KNOWN)
+    assert all(set(NEEDED_VARIABLES[m]) <= set(KNOWN_VARIABLES[m]) for m in KNOWN_VARIABLES)
 
 
 def test_engines_that_need_more_or_are_not_tensorrt_llms(world: World, tmp_path: Path) -> None:

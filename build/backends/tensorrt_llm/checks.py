@@ -102,7 +102,7 @@ def find_method_problems(build: TensorRTPlan) -> Problems:
          f"vocab_size={model.vocab_size} does not divide by tp_size={model.tp_size}: the runtime"
          " pads the drafts' logits, the engine does not",
          "convert with a tp_size that divides it"),
-        (mode == "eagle" and build.given.get(paged) == "disable",
+        (mode == "eagle" and build.given_flags.get(paged) == "disable",
          f"{name_flag(paged)} disable with EAGLE, which trtllm-build would turn on again",
          f"leave {name_flag(paged)} out"),
     )  # fmt: skip
@@ -111,17 +111,17 @@ def find_method_problems(build: TensorRTPlan) -> Problems:
 def find_bent_flags(build: TensorRTPlan) -> Problems:
     """List typed flags that the engine would record otherwise."""
     return Problems(
-        (f"{name_flag(name)} {build.given[name]} would quietly become {build.record.values[name]}:"
-         f" {reason}",
+        (f"{name_flag(name)} {build.given_flags[name]} would quietly become"
+         f" {build.record.values[name]}: {reason}",
          f"leave {name_flag(name)} out, or give {name_flag(name)} {build.record.values[name]}")
         for name, reason in build.record.reasons.items()
-        if name in build.given and name != "max_seq_len"
+        if name in build.given_flags and name != "max_seq_len"
     )  # fmt: skip
 
 
 def find_length_problems(build: TensorRTPlan) -> Problems:
     """List lengths beyond what the model is for."""
-    model, typed_len = build.checkpoint.model, build.given.get("max_seq_len")
+    model, typed_len = build.checkpoint.model, build.given_flags.get("max_seq_len")
     positions, deduced_len = count_positions(model), deduce_max_seq_len(model, build.label)
     return Problems.from_table(
         (typed_len is not None and typed_len > positions,
@@ -186,13 +186,13 @@ def find_gpu_problems(build: TensorRTPlan, gpus: tuple[Gpu, ...]) -> Problems:
         return Problems()
     gpu, quantization = gpus[0], build.checkpoint.quantization
     is_fp8 = "FP8" in (quantization.quant_algo, quantization.kv_cache_quant_algo)
-    needed = MIN_CAPABILITY_FP8 if is_fp8 else MIN_CAPABILITY
+    capability = MIN_CAPABILITY_FP8 if is_fp8 else MIN_CAPABILITY
     feature = "FP8" if is_fp8 else "TensorRT-LLM's speculation"
-    workers = build.given.get("workers", 1)
+    workers = build.given_flags.get("workers", 1)
     return Problems.from_table(
-        (gpu.capability < needed,
+        (gpu.capability < capability,
          f"{gpu.name} has compute capability {gpu.compute_capability},"
-         f" {feature} needs {needed[0]}.{needed[1]}",
+         f" {feature} needs {capability[0]}.{capability[1]}",
          f"build on a newer GPU{', or from an unquantized checkpoint' if is_fp8 else ''}"),
         (workers > len(gpus),
          f"--workers {workers} with {len(gpus)} GPU(s), to which it would be cut",

@@ -16,8 +16,8 @@ from specdec.trtllm.facts import Facts
 
 from .record import Record
 
-# Recorded by the engine and worth telling, as an answer to "what did it make of my flags".
-TOLD = (
+# Flags whose values an engine records that users are shown, as what became of their own.
+SHOWN_FLAGS = (
     "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_draft_len",
     "max_beam_width", "speculative_decoding_mode", "gemm_plugin", "tokens_per_block",
     "use_paged_context_fmha", "use_fp8_context_fmha", "gather_generation_logits",
@@ -27,9 +27,10 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}  # lines reach the log as they are print
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorRTPlan:
-    """A build. given: the flags that were typed; record: what comes of it.
+    """A checked build.
 
-    files: the checkpoint's, one a rank. notes: what the user should know although nothing is wrong.
+    given_flags: those that were typed. record: the values that the engine will have. files: the
+    checkpoint's, one a rank. notes: what the user should know although nothing is wrong.
     """
 
     facts: Facts
@@ -37,7 +38,7 @@ class TensorRTPlan:
     checkpoint_dir: Path
     output_dir: Path
     mode: str | None
-    given: dict[str, Any]
+    given_flags: dict[str, Any]
     record: Record
     files: list[TensorFile]
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -67,7 +68,7 @@ class TensorRTPlan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """One sequence of max_seq_len tokens, on one rank."""
+        """Bytes of the KV cache of one sequence of max_seq_len tokens, on one rank."""
         model, cache = self.checkpoint.model, self.checkpoint.quantization.kv_cache_quant_algo
         dtype = "uint8" if cache in ("FP8", "INT8") else model.dtype
         return count_cache_bytes(model, dtype) * int(self.record.values["max_seq_len"])
@@ -77,7 +78,7 @@ class TensorRTPlan:
         mode = ["--speculative_decoding_mode", self.mode] if self.mode else []
         return [
             BUILD_COMMAND, "--checkpoint_dir", str(checkpoint_dir), "--output_dir", str(output_dir),
-            *mode, *list_words(self.given),
+            *mode, *list_words(self.given_flags),
         ]  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
@@ -90,23 +91,23 @@ class TensorRTPlan:
             "trtllm_version": self.label, "tp_size": self.checkpoint.model.tp_size,
             "pp_size": self.checkpoint.model.pp_size,
             "commands": [{"argv": argv, "shell": shell, "env": dict(self.environment)}],
-            "engine_records": {name: self.record.values[name] for name in TOLD},
+            "engine_records": {name: self.record.values[name] for name in SHOWN_FLAGS},
             "weights_bytes": self.weights_bytes,
             "kv_cache_bytes_per_sequence": self.kv_cache_bytes, "notes": list(self.notes),
         }  # fmt: skip
 
 
 def count_cache_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of the KV cache that one token takes on one rank."""
+    """Count the bytes of the KV cache that one token takes on one rank."""
     assert dtype in DTYPES
     shape = (2, model.num_hidden_layers // model.pp_size, model.get_num_kv_heads(), model.head_size)
     return TensorInfo(dtype, shape).num_bytes
 
 
-def list_words(given: dict[str, Any]) -> list[str]:
+def list_words(given_flags: dict[str, Any]) -> list[str]:
     """Return the words of a command line that give these values."""
     words: list[str] = []
-    for name, value in given.items():
+    for name, value in given_flags.items():
         if name == "max_beam_width" and value == 1:
             continue
         words.append(f"--{name}")

@@ -67,7 +67,7 @@ def run_child(
 
     The child has a process group of its own, which ends with us: Ctrl-C leaves no worker behind.
     """
-    last: deque[str] = deque(maxlen=400)
+    last_lines: deque[str] = deque(maxlen=400)
     with log_path.open("w", encoding="utf-8") as log:
         log.write(f"$ {' '.join(argv)}\n")
         try:
@@ -86,14 +86,14 @@ def run_child(
             for line in child.stdout:
                 log.write(line)
                 log.flush()
-                last.append(line.rstrip("\n"))
+                last_lines.append(line.rstrip("\n"))
                 sys.stderr.write(line)
             status = child.wait()
         except BaseException:
             _end(child)
             raise
     if status != 0:
-        raise _explain(status, list(last), log_path)
+        raise _explain(status, list(last_lines), log_path)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
@@ -112,21 +112,21 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _explain(status: int, lines: list[str], log_path: Path) -> SpecDecError:
-    shown = " | ".join(line.strip() for line in lines[-NUM_LAST_LINES:] if line.strip())
-    said = f"; its last lines: {shown}" if shown else ""
+    last_lines = " | ".join(line.strip() for line in lines[-NUM_LAST_LINES:] if line.strip())
+    quotation = f"; its last lines: {last_lines}" if last_lines else ""
     if status == -signal.SIGKILL:
         return SpecDecError(
-            f"trtllm-build was killed, as the system does when memory is full{said}",
+            f"trtllm-build was killed, as the system does when memory is full{quotation}",
             f"use fewer --workers, or a machine with more memory; the log is {log_path}",
         )
     for pattern, fact, remedy in CAUSES:
         if match := re.search(pattern, "\n".join(lines)):
-            found = {name: value or "" for name, value in match.groupdict().items()}
+            groups = {name: value or "" for name, value in match.groupdict().items()}
             return SpecDecError(
-                f"trtllm-build failed (status {status}): {fact.format(**found)}{said}",
+                f"trtllm-build failed (status {status}): {fact.format(**groups)}{quotation}",
                 f"{remedy}; the log is {log_path}",
             )
     return SpecDecError(
-        f"trtllm-build failed with status {status}{said}",
+        f"trtllm-build failed with status {status}{quotation}",
         f"read {log_path}; its first line with an error says more than its last",
     )

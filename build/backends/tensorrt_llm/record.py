@@ -46,11 +46,11 @@ class Record:
 
 
 def predict_record(
-    facts: Facts, checkpoint: CheckpointConfig, mode: str | None, given: Mapping[str, Any],
+    facts: Facts, checkpoint: CheckpointConfig, mode: str | None, given_flags: Mapping[str, Any],
     capability: tuple[int, int] | None,
 ) -> Record:  # fmt: skip
     """Work out what trtllm-build will record; capability: of the GPU, None if it is not known."""
-    values = {name: flag.default for name, flag in facts.flags.items()} | dict(given)
+    values = {name: flag.default for name, flag in facts.flags.items()} | dict(given_flags)
     record = Record(values)
     if values["max_seq_len"] is None:
         values["max_seq_len"] = deduce_max_seq_len(checkpoint.model, facts.label)
@@ -81,10 +81,10 @@ def deduce_max_seq_len(model: ModelConfig, label: str) -> int:
 
 def _bend_num_tokens(record: Record) -> None:
     values = record.values
-    most = values["max_seq_len"] * values["max_batch_size"]
-    if values["max_num_tokens"] > most:
+    max_tokens = values["max_seq_len"] * values["max_batch_size"]
+    if values["max_num_tokens"] > max_tokens:
         record.bend(
-            "max_num_tokens", most,
+            "max_num_tokens", max_tokens,
             f"it is cut to max_seq_len={values['max_seq_len']} x"
             f" max_batch_size={values['max_batch_size']}",
         )  # fmt: skip
@@ -104,11 +104,11 @@ def _add_drafts(record: Record, checkpoint: CheckpointConfig, mode: str | None) 
         values["max_draft_len"] = checkpoint.drafter.max_draft_tokens
     if mode is None:
         return
-    draft_len, before = values["max_draft_len"], values["max_seq_len"]
+    draft_len, max_seq_len = values["max_draft_len"], values["max_seq_len"]
     layers = checkpoint.raw.get("num_eagle_layers", 0) if mode == "eagle" else 0
-    values["max_seq_len"] = before + draft_len + layers
-    more = f" + num_eagle_layers {layers}" if layers else ""
-    record.growth = f"{before} + max_draft_len {draft_len}{more}"
+    values["max_seq_len"] = max_seq_len + draft_len + layers
+    layers_term = f" + num_eagle_layers {layers}" if layers else ""
+    record.growth = f"{max_seq_len} + max_draft_len {draft_len}{layers_term}"
     tokens = values["max_batch_size"] * (draft_len + 1)
     if values["max_num_tokens"] < tokens:
         record.bend(
@@ -145,7 +145,7 @@ def _bend_attention_12(  # noqa: C901 - trtllm-build's own rules, in its order
     quantization = checkpoint.quantization
     has_fp8_cache = quantization.kv_cache_quant_algo == "FP8"
     fp8, paged = "use_fp8_context_fmha", "use_paged_context_fmha"
-    needed = ".".join(map(str, MIN_CAPABILITY_FP8))
+    capability_name = ".".join(map(str, MIN_CAPABILITY_FP8))
     if record.is_on("streamingllm"):
         record.bend(paged, OFF, "StreamingLLM does without it")
     if not record.is_on("context_fmha"):
@@ -156,9 +156,11 @@ def _bend_attention_12(  # noqa: C901 - trtllm-build's own rules, in its order
         if has_fp8_cache:
             record.bend(paged, OFF, "with an FP8 KV cache it needs FP8 weights too")
     elif capability is not None and capability < MIN_CAPABILITY_FP8:
-        record.bend(fp8, OFF, f"it needs compute capability {needed}")
+        record.bend(fp8, OFF, f"it needs compute capability {capability_name}")
         if has_fp8_cache:
-            record.bend(paged, OFF, f"with an FP8 KV cache it needs compute capability {needed}")
+            record.bend(
+                paged, OFF, f"with an FP8 KV cache it needs compute capability {capability_name}"
+            )
     elif record.is_on(paged) and has_fp8_cache:
         record.bend(fp8, ON, "paged context FMHA with an FP8 KV cache needs it")
     elif record.is_on(paged):

@@ -46,7 +46,7 @@ echo "engine: $engine" >&2
 
 def find_launcher_problems(plan: TensorRTPlan, launcher: str) -> Problems:
     """Return whether trtllm-build of the line can be started by a launcher."""
-    is_old, workers = plan.label == "0.14", plan.given.get("workers")
+    is_old, workers = plan.label == "0.14", plan.given_flags.get("workers")
     if launcher == "local":
         return Problems()
     return Problems.from_table(
@@ -71,7 +71,9 @@ def format_script(plan: TensorRTPlan, launcher: str) -> str:
     from specdec import __version__
 
     words = plan.make_argv(Path("$checkpoint"), Path("$partial"))
-    if "output_timing_cache" not in plan.given:  # else it would be left where the script is called
+    if (
+        "output_timing_cache" not in plan.given_flags
+    ):  # else it would be left where the script is called
         words += ["--output_timing_cache", "$partial/model.cache"]
     command = " ".join(
         f'"{word}"' if word.startswith(("$checkpoint", "$partial")) else shlex.quote(word)
@@ -84,13 +86,14 @@ def format_script(plan: TensorRTPlan, launcher: str) -> str:
         command = f"mpirun -n {plan.num_ranks} {command}"
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif launcher == "srun":
-        tasks, own = (1, 1) if plan.label == "0.14" else (plan.num_ranks, per_node)
+        tasks, tasks_per_node = (1, 1) if plan.label == "0.14" else (plan.num_ranks, per_node)
         directives = (
             f"#SBATCH --job-name=trtllm-build\n#SBATCH --nodes={nodes}\n#SBATCH --ntasks={tasks}\n"
-            f"#SBATCH --ntasks-per-node={own}\n#SBATCH --gpus-per-node={per_node}\n"
+            f"#SBATCH --ntasks-per-node={tasks_per_node}\n#SBATCH --gpus-per-node={per_node}\n"
         )
         command = (
-            f"srun --mpi=pmix --nodes={nodes} --ntasks={tasks} --ntasks-per-node={own} {command}"
+            f"srun --mpi=pmix --nodes={nodes} --ntasks={tasks}"
+            f" --ntasks-per-node={tasks_per_node} {command}"
         )
     exports = "".join(
         f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()
