@@ -3,7 +3,8 @@
     manifest.json               facts that the states depend on, and the rows of each file
     target.safetensors          the target's embedding, and its output layer for some methods
     train-00000.safetensors     `hidden` [tokens, D] and `layer.K` [tokens, D] of some of the rows,
-    heldout-00000.safetensors   one after another
+    heldout-00000.safetensors   one after another; in FP8 also `hidden.scale` and `layer.K.scale`
+                                [tokens] in float32
 
 The folder is written as a hidden one next to it, file by file, so that a killed run can go on.
 """
@@ -36,9 +37,10 @@ from specdec.files.tensor_file import (
     measure_tensor_file,
     write_tensor_file,
 )
-from specdec.files.torch_tensors import to_array, to_tensor, view_tensor
+from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_tensor
 from specdec.system.logs import get_logger
 
+from . import fp8
 from .features import OutputHead
 from .rows import TokenRows
 from .setup import Setup, list_inputs, open_target
@@ -50,6 +52,7 @@ REMAKE_HINT = "name another folder, or remove this one: it is then made again"
 SHARD_BYTES = 1 << 28  # approximate limit of a file, which is built in memory
 MAX_OPEN_FILES = 64  # files that are mapped at a time
 TARGET_FILE = "target.safetensors"
+DTYPE_FACT = "--hidden-states-dtype"
 SHARD_KEYS = ("part", "number", "first", "stop")  # keys of a file's entry in the manifest
 
 logger = get_logger(__name__)
@@ -84,7 +87,10 @@ class StatesFile:
 
 @dataclasses.dataclass(frozen=True)
 class StatesPlan:
-    """Plan of a folder of hidden states: its facts, layers, number type and files."""
+    """Plan of a folder of hidden states: its facts, layers, number types and files.
+
+    dtype: of the states in the files. compute_dtype: of the states as they are read.
+    """
 
     facts: Mapping[str, Any]
     splits: Mapping[str, TokenRows]
@@ -92,6 +98,18 @@ class StatesPlan:
     vocab_size: int
     hidden_size: int
     dtype: str
+    compute_dtype: str
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the states in a file, in the order in which a target gives them."""
+        return ["hidden", *(f"layer.{layer}" for layer in self.layers)]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the files."""
+        infos = self._describe_states(1).values()
+        return sum(info.num_bytes for info in infos)
 
     def describe(self) -> dict[str, Any]:
         """Return the plan's entries in the journal and the manifest."""
@@ -110,10 +128,12 @@ class StatesPlan:
         ]
 
     def _list_shards(self, split: str, rows: TokenRows) -> list[StatesFile]:
-        size = TensorInfo(self.dtype, (self.hidden_size,)).num_bytes * (1 + len(self.layers))
         first_rows = [0]
         for row in range(1, len(rows)):
-            if int(rows.bounds[row + 1] - rows.bounds[first_rows[-1]]) * size > SHARD_BYTES:
+            if (
+                int(rows.bounds[row + 1] - rows.bounds[first_rows[-1]]) * self.token_bytes
+                > SHARD_BYTES
+            ):
                 first_rows.append(row)
         end_rows = [*first_rows[1:], len(rows)]
         return [
@@ -125,8 +145,15 @@ class StatesPlan:
         """List the tensors of a file."""
         bounds = self.splits[shard.split].bounds
         num_tokens = int(bounds[shard.end_row] - bounds[shard.first_row])
+        return self._describe_states(num_tokens)
+
+    def _describe_states(self, num_tokens: int) -> dict[str, TensorInfo]:
         info = TensorInfo(self.dtype, (num_tokens, self.hidden_size))
-        return dict.fromkeys(["hidden", *(f"layer.{layer}" for layer in self.layers)], info)
+        tensors = dict.fromkeys(self.names, info)
+        if self.dtype == fp8.DTYPE:
+            scale = TensorInfo("float32", (num_tokens,))
+            tensors |= {f"{name}.scale": scale for name in self.names}
+        return tensors
 
     def describe_rows(self, shard: StatesFile) -> dict[str, str]:
         """Return the metadata of a file, by which a file of other rows in its place is seen."""
@@ -195,7 +222,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
         journal_facts = read_json(journal)
         refuse_changes(
             f"{partial} was started with something else",
-            {**journal_facts["facts"], "layers": journal_facts["layers"]},
+            {**_read_facts(journal_facts), "layers": journal_facts["layers"]},
             {**plan.facts, "layers": list(plan.layers)},
             hint="remove it, or name another folder",
         )
@@ -207,7 +234,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
             len(plan.shards) - len(missing_shards), len(plan.shards),
         )  # fmt: skip
     num_bytes = sum(plan.measure(shard) for shard in missing_shards)
-    tables = TensorInfo(plan.dtype, (2, plan.vocab_size, plan.hidden_size))
+    tables = TensorInfo(plan.compute_dtype, (2, plan.vocab_size, plan.hidden_size))
     num_bytes += tables.num_bytes  # an upper bound: both tables may be one
     disk_folder, free_bytes = measure_free_space(folder)
     logger.info(
@@ -281,9 +308,18 @@ def _read_shard(
             )
             for i, (row, length) in enumerate(real_rows):
                 first_token = int(rows.bounds[row]) - shard_start
-                for array, state in zip(arrays.values(), states, strict=True):
-                    array[first_token : first_token + length] = to_array(state[i, :length].cpu())
+                place = slice(first_token, first_token + length)
+                for name, state in zip(plan.names, states, strict=True):
+                    _store_states(arrays, name, place, state[i, :length].cpu())
     return arrays
+
+
+def _store_states(arrays: dict[str, Array], name: str, tokens: slice, states: Tensor) -> None:
+    """Put a row's states into a file's arrays."""
+    if f"{name}.scale" in arrays:
+        states, scales = fp8.quantize_states(states)
+        arrays[f"{name}.scale"][tokens] = scales.numpy()
+    arrays[name][tokens] = to_array(states)
 
 
 def _write_target(path: Path, target: LiveTarget) -> None:
@@ -370,10 +406,17 @@ class StoredTarget(FrozenTarget):
             shard = shards[bisect.bisect([shard.first_row for shard in shards], row) - 1]
             first_token = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first_row])
             file = self._open(shard)
+            tokens = slice(first_token, first_token + length)
             for name in names:
-                array = file.read(name)[first_token : first_token + length]
-                row_states[name].append(view_tensor(array, self.plan.dtype))
+                row_states[name].append(self._read_states(file, name, tokens))
         return tuple(join_rows(row_states[name]).to(batch.tokens.device) for name in names)
+
+    def _read_states(self, file: TensorFile, name: str, tokens: slice) -> Tensor:
+        states = view_tensor(file.read(name)[tokens], self.plan.dtype)
+        if self.plan.dtype != fp8.DTYPE:
+            return states
+        scales = view_tensor(file.read(f"{name}.scale")[tokens], "float32")
+        return fp8.restore_states(states, scales, TORCH_DTYPES[self.plan.compute_dtype])
 
 
 def open_states(
@@ -386,14 +429,10 @@ def open_states(
     """
     folder = need(setup.settings.hidden_states_dir)
     hashes = {_name_rows_fact(split): hash_rows(rows) for split, rows in splits.items()}
-    plan = StatesPlan(
-        facts={"--dtype": setup.dtype, **facts, **hashes},
-        splits=splits,
-        layers=setup.method.choose_layers(setup.settings, setup.config),
-        vocab_size=vocab_size,
-        hidden_size=int(setup.config.hidden_size),
-        dtype=setup.dtype,
-    )
+    option = setup.settings.hidden_states_dtype
+    plan = make_plan(setup, splits, vocab_size, fp8.DTYPE if option == "fp8" else setup.dtype)
+    types = {"--dtype": setup.dtype, DTYPE_FACT: option}
+    plan = dataclasses.replace(plan, facts={**types, **facts, **hashes})
     if not (folder / "manifest.json").is_file():
         write_states(folder, plan, setup, sources)
         gc.collect()  # frees the target, which may be large and has reference cycles
@@ -403,6 +442,22 @@ def open_states(
     return StoredTarget(folder, plan, setup)
 
 
+def make_plan(
+    setup: Setup, splits: Mapping[str, TokenRows], vocab_size: int, dtype: str
+) -> StatesPlan:
+    """Make the plan, still without facts, of the states that a training reads; dtype: stored."""
+    return StatesPlan(
+        facts={}, splits=splits, layers=setup.method.choose_layers(setup.settings, setup.config),
+        vocab_size=vocab_size, hidden_size=int(setup.config.hidden_size), dtype=dtype,
+        compute_dtype=setup.dtype,
+    )  # fmt: skip
+
+
+def _read_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a journal or manifest, of which early ones lack the states' type."""
+    return {DTYPE_FACT: "auto", **record["facts"]}
+
+
 def check_states(folder: Path, plan: StatesPlan) -> None:
     """Raise SpecDecError where a folder's hidden states are of another target or data."""
     manifest = read_json(folder / "manifest.json")
@@ -410,4 +465,6 @@ def check_states(folder: Path, plan: StatesPlan) -> None:
         raise SpecDecError(
             f"{folder} holds no hidden states", "name the folder of an earlier training"
         )
-    refuse_changes(f"{folder} is not of the same", manifest["facts"], plan.facts, hint=REMAKE_HINT)
+    refuse_changes(
+        f"{folder} is not of the same", _read_facts(manifest), plan.facts, hint=REMAKE_HINT
+    )

@@ -60,6 +60,11 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "nothing would be learned: give more than 0",
     ),
     (
+        lambda s: s.hidden_states_dtype != "auto" and s.hidden_states_dir is None,
+        "--hidden-states-dtype {hidden_states_dtype} without --hidden-states-dir: none are kept",
+        "name a folder with --hidden-states-dir, or leave the type out",
+    ),
+    (
         lambda s: s.muon_learning_rate is not None and s.optimizer != "muon",
         "--muon-learning-rate has no effect with --optimizer {optimizer}", "leave one of them out",
     ),

@@ -117,6 +117,11 @@ class TrainSettings:
         help="Keep the target's hidden states in this folder. They are computed once; later"
         " runs read them and do not load the target's layers.", metavar="DIR",
     )  # fmt: skip
+    hidden_states_dtype: str = LARGE_TARGETS(
+        "auto",
+        help="Type of the kept hidden states. auto: that of the computation; fp8: e4m3 with a scale"
+        " for each token, half the disk of bfloat16.", choices=("auto", "fp8"),
+    )  # fmt: skip
     save_dtype: str = OUTPUT(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target has it, otherwise float32.",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.files.tensor_file import TensorFile
-from specdec.train import hidden_states, target
+from specdec.train import fp8, hidden_states, target
 from specdec.train.rows import TokenRows
 
 BASIC = (
@@ -188,6 +188,103 @@ def test_a_killed_run_goes_on_with_the_next_file(
         for name, more in ((f"live-{kind}", ()), (f"stored-{kind}", states)):
             done = run_train(*inputs, *KINDS[kind], "--output-dir", tmp_path / name, *more)
         assert read_bytes(tmp_path / f"live-{kind}") == read_bytes(tmp_path / f"stored-{kind}")
+
+
+def make_states(num_tokens: int = 64) -> torch.Tensor:
+    """States whose channels differ by ten orders of magnitude, and a token of zeros."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = 10 ** torch.linspace(-6, 4, 40)
+    states = torch.randn(num_tokens, 40, generator=generator) * sizes
+    return (
+        states
+        * 10 ** torch.randn(num_tokens, 1, generator=generator)
+        * (torch.arange(num_tokens)[:, None] > 0)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_in_fp8_are_as_near_as_documented(dtype: torch.dtype) -> None:
+    states = make_states().to(dtype)
+    numbers, scales = fp8.quantize_states(states)
+    assert (numbers.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    restored = fp8.restore_states(numbers, scales, torch.float32)
+    largest = states.float().abs().amax(1, keepdim=True)
+    bounds = torch.maximum(states.float().abs() / 16, largest / 458_752) * (1 + 1e-5)
+    assert ((restored - states.float()).abs() <= bounds).all()
+    torch.testing.assert_close(restored.abs().amax(1), largest[:, 0], rtol=1e-6, atol=0)
+    assert not restored[0].any()
+    assert fp8.restore_states(numbers, scales, dtype).dtype == dtype
+    again = fp8.quantize_states(restored)
+    assert torch.equal(fp8.restore_states(*again, torch.float32), restored)
+
+
+def test_all_numbers_of_e4m3_are_read_as_documented() -> None:
+    """Sign, four bits of exponent less 7, three of fraction; scale x number in float32."""
+    codes = np.array([c for c in range(256) if c & 127 != 127], np.uint8)  # without NaN
+    signs, exponents, fractions = 1 - 2.0 * (codes >> 7), (codes >> 3) & 15, codes & 7
+    values = signs * np.where(
+        exponents, 2.0 ** (exponents - 7.0) * (1 + fractions / 8), 2.0**-6 * fractions / 8
+    )
+    numbers = torch.from_numpy(codes).view(torch.float8_e4m3fn)[None]
+    scale = torch.tensor([0.3])
+    found = fp8.restore_states(numbers, scale, torch.float32)
+    assert np.array_equal(found[0].numpy(), values.astype(np.float32) * np.float32(0.3))
+    states = torch.from_numpy(values)[None]
+    assert torch.equal(fp8.quantize_states(states)[0].float().double(), states)
+
+
+def test_states_in_fp8_take_half_the_disk_and_are_not_mixed(
+    run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made in two runs, the first one killed; the same weights as in one run; no other type."""
+
+    def train(name: str, states: str, *flags: object, ends: int = 0) -> Any:
+        return run_train(
+            *inputs, *KINDS["eagle3"], "--dtype", "bfloat16", "--output-dir", tmp_path / name,
+            "--hidden-states-dir", tmp_path / states, *flags, "--force", ends=ends,
+        )  # fmt: skip
+
+    fp8_flags = ("--hidden-states-dtype", "fp8")
+    train("whole", "states", *fp8_flags)
+    train("wide", "wide-states")
+    sizes = {
+        folder: sum(
+            info.num_bytes
+            for file in (tmp_path / folder).glob("*-0*.safetensors")
+            for info in TensorFile(file).tensors.values()
+        )
+        for folder in ("states", "wide-states")
+    }
+    assert sizes["states"] / sizes["wide-states"] == (32 + 4) / 64  # of 32 channels and a scale
+    assert read_bytes(tmp_path / "whole") != read_bytes(tmp_path / "wide")
+    for states, flags, words in (
+        ("wide-states", fp8_flags, "is 'fp8', was 'auto'"),
+        ("states", (), "is 'auto', was 'fp8'"),
+    ):
+        done = train("mixed", states, *flags, ends=1)
+        assert done.last_lines == [
+            f"error: {tmp_path / states} is not of the same: --hidden-states-dtype {words}",
+            f"hint: {hidden_states.REMAKE_HINT}",
+        ]
+
+    store = hidden_states._store_states
+    calls = []
+
+    def stop(*arguments: Any) -> None:
+        calls.append(arguments[1])
+        if len(calls) == 60:
+            raise KeyboardInterrupt
+        store(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hidden_states, "_store_states", stop)
+        train("resumed", "more-states", *fp8_flags, ends=130)
+    mixed = train("resumed", "more-states", ends=1)
+    assert "was started with something else: --hidden-states-dtype is 'auto'" in mixed.last_lines[0]
+    assert "files are there already" in train("resumed", "more-states", *fp8_flags).err
+    assert read_bytes(tmp_path / "resumed") == read_bytes(tmp_path / "whole")
+    for path in (tmp_path / "states").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "more-states" / path.name).read_bytes()
 
 
 def test_a_full_disk_is_seen_before_the_target_is_loaded(
