@@ -46,11 +46,13 @@ class Choice(Job):
         is_echoed: bool = False,
         starts: Sequence[int] = (),
         parser: Parser | None = None,
+        hides_reasoning: bool = False,
     ) -> None:
         """Begin a choice.
 
         is_echoed: whether the text begins with the prompt's. starts: where the prompt's tokens
         begin, if their log-probabilities are asked for. parser: finds the parts of the text.
+        hides_reasoning: leave out the part that is reasoning.
         """
         super().__init__(request, on_change, has_output=has_output)
         self.index, self.starts = index, starts
@@ -66,6 +68,7 @@ class Choice(Job):
         self._prefix_length = self._last_end = len(self.text)
         self._pending: list[AnswerToken] = []
         self.parser, self.num_reasoning_tokens = parser, 0
+        self._hides_reasoning = hides_reasoning
         self._deltas: list[Delta] = []
         self._marks: deque[tuple[int, str]] = deque()  # positions and markers
         self._parsed_length = 0  # characters that the parser has read
@@ -121,6 +124,8 @@ class Choice(Job):
     def take_deltas(self) -> list[Delta]:
         """Return the deltas of a stream that the parser has found since the last call."""
         deltas, self._deltas = self._deltas, []
+        if self._hides_reasoning:
+            return [delta for delta in deltas if "reasoning_content" not in delta]
         return deltas
 
     @property
@@ -129,7 +134,8 @@ class Choice(Job):
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if (parser := self.parser) is not None:
             message["content"] = parser.content or (None if parser.calls else "")
-            message |= {"reasoning_content": parser.reasoning} if parser.reasoning else {}
+            is_told = bool(parser.reasoning) and not self._hides_reasoning
+            message |= {"reasoning_content": parser.reasoning} if is_told else {}
             message |= {"tool_calls": parser.calls} if parser.calls else {}
         return message
 

@@ -31,6 +31,7 @@ from specdec.files.reading import parse_json
 from specdec.system import logs
 
 from .answers import ChatAnswer, Choice, CompletionAnswer, EndpointAnswer
+from .body_reading import check_model, read_body
 from .errors import FailedRequest, answer_error, answer_http, explain
 from .formats import NO_FORMATS, ChatFormats
 from .messages import CountBody, MessagesAnswer, MessagesBody
@@ -49,8 +50,6 @@ from .schema import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    check_model,
-    read_body,
 )
 from .tokens import TokenTable
 from .tools import make_parser, read_calling
@@ -175,6 +174,7 @@ class Endpoints:
             Choice(
                 index, choice.request, notify, has_output=body.max_tokens != 0,
                 is_echoed=body.is_echoed, starts=choice.starts, parser=choice.parser,
+                hides_reasoning=body.hides_reasoning,
             )
             for index, choice in enumerate(prepared)
         ]  # fmt: skip

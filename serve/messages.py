@@ -22,6 +22,7 @@ from .schema import (
     Parameters,
     ResponseFormat,
     TextFormat,
+    Thinking,
     Turns,
     is_list,
     is_object,
@@ -45,8 +46,6 @@ IGNORED = (
 )  # fmt: skip
 SYSTEM: Check = (lambda v: is_text(v) or is_list(v, is_object), "a text or a list of texts")
 STOP_SEQUENCES: Check = (lambda v: isinstance(v, list) and STOP[0](v), STOP[1])
-THINKING = ("enabled", "disabled", "adaptive", "between_tools")
-THINKING_TYPE: Check = (lambda v: v in THINKING, f"one of {', '.join(THINKING)}")
 
 
 def describe_error(error: BadRequest) -> dict[str, Any]:
@@ -57,15 +56,6 @@ def describe_error(error: BadRequest) -> dict[str, Any]:
     if name is not None and name not in message:
         message = f"{name}: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Thinking(Parameters):
-    """Switch of the model's reasoning."""
-
-    ignored_names = ("budget_tokens", "display")
-
-    type: str | None = parameter(THINKING_TYPE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +74,13 @@ class MessagesBody(ConversationBody):
     limit_name = "max_tokens"
     has_flat_tools = True
     schema_key = "input_schema"
+    has_options = False
     stop_names = ("stop_sequences", "stop_token_ids")
     ignored_names = tuple(dict.fromkeys((*ConversationBody.ignored_names, *IGNORED)))
     not_offered = frozenset((
         "n", "best_of", "stop", "response_format", "prompt_logprobs", "top_logprobs",
         "stream_options", "parallel_tool_calls", "return_token_ids", "return_origins",
-        "return_trees",
+        "return_trees", "enable_thinking",
     ))  # fmt: skip
 
     messages: list[Message] | None = parameter(
@@ -115,8 +106,7 @@ class MessagesBody(ConversationBody):
 
     @property
     def thinking_switch(self) -> tuple[str, bool | None]:
-        config = self.thinking
-        return "thinking.type", None if config is None else config.type != "disabled"
+        return "thinking.type", None if self.thinking is None else self.thinking.is_on
 
     @property
     def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:

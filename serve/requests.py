@@ -73,7 +73,7 @@ def make_requests(
     # The parameters by the fields of a Prompt, where their names differ.
     names = {
         "text": body.source, "token_ids": body.source, "keep_trees": "return_trees",
-        "max_output_len": inputs.limit_param, "grammar": param or "grammar",
+        "max_output_len": inputs.limit_param, "grammar": param or "grammar", **body.paths,
     }  # fmt: skip
     writer = GrammarWriter(engine.tokenizer)
     requests: list[Request] = []
@@ -145,15 +145,17 @@ def _read_inputs(
         return _read_conversation(body, engine, formats, calling)
     assert isinstance(body, CompletionBody)
     limit, num_top = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
+    limit_param = body.paths.get("max_tokens", "max_tokens")
     if limit == 0 and not body.echo:
         raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")
     prompts = [body.prompt] if is_prompt(body.prompt) else body.prompt
     settings = {
-        "max_output_len": limit or 1,  # the prompt's own pass makes a token
+        # The prompt's own pass makes a token.
+        "max_output_len": None if limit == -1 else limit or 1,
         "logprobs": num_top, "prompt_logprobs": body.is_echoed and num_top is not None,
     }  # fmt: skip
     inputs = [{"text" if is_text(prompt) else "token_ids": prompt} for prompt in prompts]
-    return BodyInputs(inputs, settings, "max_tokens", [])
+    return BodyInputs(inputs, settings, limit_param, [])
 
 
 def _read_conversation(
@@ -181,10 +183,11 @@ def _read_conversation(
 
 def _read_limit(body: ConversationBody) -> tuple[int | None, str]:
     """Return the limit of an answer's tokens, None for none, and the parameter that says it."""
-    limit = getattr(body, body.limit_name)
-    if limit is None:
-        return body.max_tokens, "max_tokens"
-    if body.max_tokens not in (None, limit):
+    limit, max_tokens = getattr(body, body.limit_name), body.max_tokens
+    if limit is None or body.limit_name == "max_tokens":
+        limit_param = body.paths.get("max_tokens", "max_tokens")
+        return None if max_tokens == -1 else max_tokens, limit_param
+    if max_tokens not in (None, limit):
         reason = f"max_tokens and {body.limit_name} are both given, and differ"
         raise BadRequest(reason, body.limit_name)
     return limit, body.limit_name

@@ -74,7 +74,7 @@ class ResponseBody(ConversationBody):
     ignored_names = (*ConversationBody.ignored_names, "max_tool_calls")
     not_offered = frozenset((
         "n", "best_of", "max_tokens", "response_format", "prompt_logprobs", "return_token_ids",
-        "return_origins", "return_trees",
+        "return_origins", "return_trees", "enable_thinking",
     ))  # fmt: skip
 
     input: str | list[dict[str, Any]] | None = parameter(INPUT)

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from specdec.errors import shorten, suggest
+from specdec.errors import shorten
 from specdec.text.prompts import BOOL, CHECKS, OBJECT, Check, read_bias
 
-from .protocol import BadRequest, refuse
+from .foreign import IGNORED
+from .protocol import refuse
 
 MAX_STOPS = 16
 MAX_STOP_LETTERS = 1000
 MAX_BIASES = MAX_CHOICE = MAX_TOOLS = 1024
-# Parameters that cannot change the text, and do nothing here: OpenAI's, vLLM's and llama.cpp's.
-IGNORED = (
-    "store", "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "request_id",
-    "cache_salt", "priority", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
-    "return_progress",
-)  # fmt: skip
-# Parameters of these APIs that are not offered -> their values that change nothing.
-ONLY_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "web_search_options", "chat_template"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("length_penalty", "typical_p"), (1, 1.0)),
-    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier"), (0, 0.0)),
-    **dict.fromkeys(("use_beam_search", "early_stopping"), (False,)),
-    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
-    "suffix": ("",), "parallel_tool_calls": (True, False), "modalities": (["text"],),
-}  # fmt: skip
 PROMPT = "prompt"  # group of settings: fields of a Prompt
 TEMPLATE = "template"  # group of settings: variables of the chat template
 Message = dict[str, Any]
@@ -103,6 +85,8 @@ STOP: Check = (
     _is_stop,
     f"a text of at most {MAX_STOP_LETTERS} characters, or a list of at most {MAX_STOPS} of them",
 )
+THINKING = ("enabled", "disabled", "adaptive", "between_tools")
+THINKING_TYPE: Check = (lambda v: v in THINKING, f"one of {', '.join(THINKING)}")
 SEED: Check = (
     lambda v: type(v) is int and -(2**63) <= v < 2**64, "a whole number from -2**63 to 2**64 - 1"
 )  # fmt: skip
@@ -112,7 +96,8 @@ SEED: Check = (
 class Parameters:
     """JSON object with checked values; a missing parameter, or one that is null, is None.
 
-    ignored: paths of the object's parameters without effect.
+    ignored: paths of the object's parameters without effect. paths: those of the parameters that
+    have another name or place in the body than here.
     """
 
     ignored_names: ClassVar[Sequence[str]] = ()  # parameters without effect
@@ -120,6 +105,7 @@ class Parameters:
     not_offered: ClassVar[frozenset[str]] = frozenset()  # fields that clients cannot set
 
     ignored: tuple[str, ...] = ()
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def list_given(self, group: str | None = None) -> dict[str, Any]:
         """Return the parameters of the body by name; group: only the settings of this group."""
@@ -135,7 +121,6 @@ class Parameters:
 
 
 Rule = Check | type[Parameters]
-P = TypeVar("P", bound=Parameters)
 
 
 def parameter(rule: Rule, group: str | None = None) -> Any:
@@ -159,6 +144,30 @@ class StreamOptions(Parameters):
 
     include_usage: bool | None = parameter(BOOL)
     continuous_usage_stats: bool | None = parameter(BOOL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thinking(Parameters):
+    """Switch of the model's reasoning, as Anthropic's and DeepSeek's clients write it."""
+
+    ignored_names = ("budget_tokens", "display")
+
+    type: str | None = parameter(THINKING_TYPE)
+
+    @property
+    def is_on(self) -> bool:
+        return self.type != "disabled"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reasoning(Parameters):
+    """Options of a chat's reasoning, as OpenRouter's clients write them."""
+
+    ignored_names = ("summary",)
+
+    effort: str | None = parameter(TEXT)
+    enabled: bool | None = parameter(BOOL)
+    exclude: bool | None = parameter(BOOL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +218,7 @@ class Body(Parameters):
     """Body of a request."""
 
     source: ClassVar[str] = ""  # the required parameter that holds the input
+    has_options: ClassVar[bool] = False  # parameters may also stand in an object, `options`
 
     model: str | None = parameter(TEXT)
 
@@ -222,6 +232,7 @@ class GenerationBody(Body):
     """Body that asks for new tokens: the parameters that all such endpoints share."""
 
     ignored_names: ClassVar[Sequence[str]] = IGNORED
+    has_options = True
     stop_names: ClassVar[Sequence[str]] = ("stop", "stop_token_ids")
 
     temperature: float | None = _prompt_setting("temperature")
@@ -239,7 +250,7 @@ class GenerationBody(Body):
     min_tokens: int | None = _prompt_setting("min_tokens")
     bad_words: list[str] | None = _prompt_setting("bad_words")
     allowed_token_ids: list[int] | None = _prompt_setting("allowed_token_ids")
-    max_tokens: int | None = parameter(LIMIT)
+    max_tokens: int | None = parameter(_allow_number(-1, LIMIT))  # -1: all that there is room for
     top_k: int | None = parameter(_allow_number(-1, CHECKS["top_k"]))  # -1 is vLLM's: all tokens
     truncate_prompt_tokens: int | None = parameter(
         _allow_number(-1, CHECKS["truncate_prompt_tokens"])  # -1 is vLLM's: all that fit
@@ -277,6 +288,11 @@ class GenerationBody(Body):
         return False
 
     @property
+    def hides_reasoning(self) -> bool:
+        """True where an answer leaves out the model's reasoning."""
+        return False
+
+    @property
     def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
         """Path of the parameter with the answer's format, and that format."""
         return "response_format", self.response_format
@@ -305,7 +321,7 @@ class CompletionBody(GenerationBody):
     source = "prompt"
 
     prompt: Any = parameter(PROMPTS)
-    max_tokens: int | None = parameter(_allow_number(0, LIMIT))
+    max_tokens: int | None = parameter(_allow_number(-1, _allow_number(0, LIMIT)))
     echo: bool | None = parameter(BOOL)
     logprobs: int | None = parameter(TOP)
 
@@ -334,6 +350,7 @@ class ConversationBody(GenerationBody):
     add_generation_prompt: bool | None = _template_setting("add_generation_prompt")
     continue_final_message: bool | None = _template_setting("continue_final_message")
     chat_template_kwargs: Mapping[str, Any] | None = _template_setting("chat_template_kwargs")
+    enable_thinking: bool | None = parameter(BOOL)
     tools: Any = parameter(UNCHECKED)
     tool_choice: Any = parameter(UNCHECKED)
     parallel_tool_calls: bool | None = parameter(BOOL)
@@ -346,7 +363,7 @@ class ConversationBody(GenerationBody):
     @property
     def thinking_switch(self) -> tuple[str, bool | None]:
         """Path of the parameter that turns reasoning on or off, and what it says."""
-        return "", None
+        return self.paths.get("enable_thinking", "enable_thinking"), self.enable_thinking
 
     def list_variables(self) -> dict[str, tuple[str, Any]]:
         """Return the chat template's variables by name, each with its path in the body."""
@@ -395,6 +412,9 @@ class ChatBody(ConversationBody):
     max_completion_tokens: int | None = parameter(LIMIT)
     logprobs: bool | None = parameter(BOOL)
     reasoning_effort: str | None = parameter(TEXT)
+    reasoning: Reasoning | None = parameter(Reasoning)
+    include_reasoning: bool | None = parameter(BOOL)
+    thinking: Thinking | None = parameter(Thinking)
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -402,7 +422,22 @@ class ChatBody(ConversationBody):
 
     @property
     def effort(self) -> tuple[str, str | None]:
+        if self.reasoning_effort is None and self.reasoning is not None:
+            return "reasoning.effort", self.reasoning.effort
         return "reasoning_effort", self.reasoning_effort
+
+    @property
+    def thinking_switch(self) -> tuple[str, bool | None]:
+        if self.thinking is not None:
+            return "thinking.type", self.thinking.is_on
+        if self.reasoning is not None and self.reasoning.enabled is not None:
+            return "reasoning.enabled", self.reasoning.enabled
+        return super().thinking_switch
+
+    @property
+    def hides_reasoning(self) -> bool:
+        is_excluded = self.reasoning is not None and bool(self.reasoning.exclude)
+        return is_excluded or self.include_reasoning is False
 
     def list_turns(self) -> Turns:
         return [(f"messages.{i}", message) for i, message in enumerate(self.messages or ())]
@@ -435,86 +470,3 @@ class DetokenizeBody(Body):
     source = "tokens"
 
     tokens: list[int] | None = parameter(CHECKS["token_ids"])
-
-
-def list_rules(kind: type[Parameters]) -> dict[str, Rule | None]:
-    """Return the rules of a class of Parameters by name; None for one without effect."""
-    rules: dict[str, Rule | None] = dict.fromkeys(kind.ignored_names)
-    return rules | {
-        field.name: field.metadata["rule"] for field in dataclasses.fields(kind)
-        if "rule" in field.metadata and field.name not in kind.not_offered
-    }  # fmt: skip
-
-
-B = TypeVar("B", bound=Body)
-
-
-def read_body(kind: type[B], document: Any) -> B:
-    """Check a body; BadRequest names the parameter that is wrong, missing, unknown or not offered.
-
-    kind: the class of the endpoint's bodies.
-    """
-    if not isinstance(document, dict):
-        raise BadRequest("the body is not a JSON object")
-    body = _read_object(kind, document, "")
-    if kind.source and getattr(body, kind.source) is None:
-        raise refuse(kind.source, "is missing")
-    return body
-
-
-def _read_object(kind: type[P], document: Mapping[str, Any], path: str) -> P:
-    """Check an object; path: where it stands in the body, empty for the body itself."""
-    rules = list_rules(kind)
-    values, ignored = dict[str, Any](), list[str]()
-    for name, value in document.items():
-        full_name = f"{path}.{name[:100]}" if path else name[:100]
-        if name not in rules and not kind.ignores_others:
-            _check_default(name, value, path, rules)
-        elif value is None:
-            continue
-        elif (rule := rules.get(name)) is None:
-            ignored.append(full_name)
-        else:
-            values[name] = _read_value(rule, value, full_name)
-            if isinstance(values[name], Parameters):
-                ignored += values[name].ignored
-    return kind(ignored=tuple(ignored), **values)
-
-
-def _read_value(rule: Rule, value: Any, path: str) -> Any:
-    """Check the value of a parameter; return it, or the dataclass of an object."""
-    if isinstance(rule, type):
-        if not isinstance(value, dict):
-            raise refuse(path, f"is {shorten(value)}, not an object")
-        return _read_object(rule, value, path)
-    is_good, expected = rule
-    if not is_good(value):
-        raise refuse(path, f"is {shorten(value)}, not {expected}")
-    return value
-
-
-def _check_default(name: str, value: Any, path: str, rules: Mapping[str, Any]) -> None:
-    """Raise BadRequest for an unknown parameter, or a value of one that is not offered.
-
-    path: where the object of the parameter stands in the body, empty for the body itself.
-    """
-    if name in ONLY_DEFAULTS and value is None:
-        return
-    if name not in ONLY_DEFAULTS or path:
-        full_name = f"{path}.{name[:100]}" if path else name[:100]
-        param = path.partition(".")[0] or full_name
-        hint = suggest(name[:100], list(rules))
-        raise BadRequest(f"unknown parameter {shorten(full_name)}{hint}", param)
-    if not any(
-        type(value) is type(default) and value == default for default in ONLY_DEFAULTS[name]
-    ):
-        raise refuse(name, "is not supported", code="unsupported_parameter")
-
-
-def check_model(model: str | None, served_model: str) -> None:
-    """Raise BadRequest for another model than the one that is served."""
-    if model is not None and model != served_model:
-        raise BadRequest(
-            f"the model {shorten(model)} does not exist; this server has {served_model!r}",
-            "model", 404, "model_not_found",
-        )  # fmt: skip

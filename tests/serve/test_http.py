@@ -25,13 +25,9 @@ from specdec.decode.requests import TokenLogprob
 from specdec.files.vocabulary import list_byte_letters
 from specdec.serve import app, protocol
 from specdec.serve.answers import Choice, CompletionAnswer
-from specdec.serve.schema import (
-    IGNORED,
-    ONLY_DEFAULTS,
-    ChatBody,
-    CompletionBody,
-    list_rules,
-)
+from specdec.serve.body_reading import list_rules
+from specdec.serve.foreign import IGNORED, ROWS
+from specdec.serve.schema import ChatBody, CompletionBody
 from specdec.serve.server import EngineServer, check_address
 from specdec.serve.settings import ServeSettings
 from specdec.serve.tokens import TokenTable
@@ -346,7 +342,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0}, "top_p", "a number above 0"),
     ({"n": 10**9}, "n", "from 1 to 128"),
     ({"prompt": ["x"] * 100, "n": 2}, "n", "200 choices, at most 128"),
-    ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, not a whole number from 1"),
+    ({"max_tokens": -2}, "max_tokens", "max_tokens is -2, not a whole number from 1"),
     ({"max_tokens": 900}, "max_tokens", "asks for 900 more, the engine's max_seq_len is 300"),
     ({"prompt": "x" * 9000}, "prompt", "the prompt has 9000 tokens, the engine's max_input_len is"),
     ({"prompt": ["x", ""]}, "prompt", "prompt 1 is empty"),
@@ -458,7 +454,7 @@ def test_structured_output(url: str) -> None:
 
 
 def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
-    nothing = {name: values[0] for name, values in ONLY_DEFAULTS.items() if values}
+    nothing = {row.name: row.values[0] for row in ROWS if row.values}
     nothing |= {"top_k": -1, "response_format": {"type": "text"}, "logit_bias": {}, "stop": [""]}
     answer = post(url, "/v1/completions", prompt="x", max_tokens=1, **nothing)
     assert answer["specdec"] == {"ignored": []}
@@ -467,7 +463,7 @@ def test_parameters_that_ask_for_nothing_are_taken(url: str) -> None:
         "/v1/completions",
         prompt="x",
         max_tokens=1,
-        **dict.fromkeys((*ONLY_DEFAULTS, *IGNORED)),
+        **dict.fromkeys(row.name for row in ROWS),
     )
     # As clients send back what they got.
     whole = post(url, "/v1/chat/completions", messages=CHAT, max_tokens=2)

@@ -14,10 +14,10 @@ from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from specdec.decode.loop import Batch
+from specdec.serve.body_reading import read_body
 from specdec.serve.formats import TOOL_FORMATS, ChatFormats
 from specdec.serve.grammars import find_grammar
 from specdec.serve.response_body import ResponseBody
-from specdec.serve.schema import read_body
 from specdec.serve.tools import read_calling
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_http import round_all
