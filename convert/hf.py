@@ -43,6 +43,7 @@ class HfFolder:
         self._holders: dict[str, TensorSource] = {}
         self._stored: dict[str, str] = {}  # name -> the one in the file, where `rename` changed it
         self.computed: frozenset[str] = frozenset()  # the names that `substitute` has put here
+        self.left_out: dict[str, int] = {}  # vision tensors by module, which `unwrap` leaves out
         self.unplaced: set[str] = set()  # in a file, but in no entry of the index
         self._open_files: list[TensorSource] = []
         self._open(weight_files)

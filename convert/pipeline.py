@@ -160,4 +160,5 @@ def make_plan(settings: ConvertSettings) -> ConversionPlan:
         source_files=tuple(files), vocabulary=target.vocabulary, origin=origin,
         acceptance=drafter.acceptance if drafter is not None else None,
         measure=target.quantizer.measure if target.quantizer is not None else None,
+        left_out=target.left_out,
     )  # fmt: skip

@@ -248,6 +248,7 @@ class ConversionPlan:
         given number of threads; returns the cost of the quantization, where it was measured.
     origin: what the drafter's folder and the target's say of where the drafter belongs.
     acceptance: what was accepted of the drafter before, as its folder says.
+    left_out: how many vision tensors of each module are not read.
     """
 
     config: dict[str, Any]
@@ -259,6 +260,7 @@ class ConversionPlan:
     measure: Callable[[int], dict[str, Any] | None] | None = None
     origin: Origin | None = None
     acceptance: Acceptance | None = None
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def plan_tensors(

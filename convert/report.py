@@ -59,6 +59,7 @@ def describe_plan(plan: ConversionPlan, settings: ConvertSettings) -> dict[str, 
         "tp_size": model.tp_size,
         "pp_size": model.pp_size,
         "num_tensors": len(plan.ranks[0]),
+        "left_out": dict(plan.left_out),
         "files": [*files, {"path": "config.json"}, {"path": "manifest.json"}],
         "total_bytes": total,
         "buffer_bytes": stream.measure_buffers(plan, count_workers(settings)),
@@ -112,6 +113,9 @@ def format_report(report: dict[str, Any], *, tells_backends: bool) -> str:
         f"dtype {report['dtype']}{quantized}, {describe_ranks(report)},"
         f" {report['num_tensors']} tensors a rank",
     ]
+    if report["left_out"]:
+        groups = ", ".join(f"{group} {count}" for group, count in report["left_out"].items())
+        lines.append(f"vision tensors that are left out: {groups}")
     lines += [f"warning: {warning}" for warning in report.get("warnings", ())]
     lines += [f"  read  {path}" for path in report["sources"]]
     for file in report["files"]:

@@ -71,7 +71,7 @@ class PlannedTarget:
     """A planned target, to which a drafter may be added.
 
     plain_ranks: its tensors before they were quantized or kept in blocks, from which a drafter's
-    copies are made.
+    copies are made. left_out: how many vision tensors of each module are not read.
     """
 
     model: ModelConfig
@@ -82,6 +82,7 @@ class PlannedTarget:
     vocabulary: dict[str, Any] | None
     is_head_quantized: bool = False
     quantizer: Quantizer | None = None
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,7 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
         model=model, config=config, ranks=split_stages(model, weights.ranks),
         plain_ranks=weights.plain_ranks, files=opened.files,
         vocabulary=read_tokens(opened.folder), quantizer=weights.quantizer,
+        left_out=opened.folder.left_out,
     )  # fmt: skip
 
 
@@ -154,8 +156,7 @@ def open_text_model(settings: ConvertSettings) -> HfFolder:
     if settings.lora_dir is None:
         merge = f"specdec-convert --lora-dir {folder.path} merges it"
         refuse_adapter(folder.path, f"--model-dir {folder.path}", merge)
-    unwrap(folder)
-    return leave_head(folder, is_converted=takes_own_head(settings))
+    return leave_head(unwrap(folder), is_converted=takes_own_head(settings))
 
 
 def takes_own_head(settings: ConvertSettings) -> bool:

@@ -67,7 +67,7 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
 
 def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     """Return a folder of the head's tensors alone, by Qwen's names."""
-    unwrap(folder)
+    folder = unwrap(folder)
     folder = find_family(folder).prepare(folder, model.dtype)
     form_and_prefix = find_form(folder)
     if form_and_prefix is None:

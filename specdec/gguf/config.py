@@ -31,6 +31,7 @@ IGNORED_KEYS: dict[str, tuple[Any, ...] | None] = {
     "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,),
     "pooling_type": (0,), "nextn_predict_layers": (0,), "expert_group_count": (0,),
     "rope.dimension_sections": None,  # of pictures: the three positions of a text are one
+    "n_deepstack_layers": None,  # whose inputs have images added
     "expert_gating_func": (0, 1), "expert_weights_scale": (0.0, 1.0),
 }  # fmt: skip
 
@@ -282,7 +283,7 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "num_experts": count, "num_experts_per_tok": top, "moe_intermediate_size": inner,
         "norm_topk_prob": data.name != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    if data.name != "qwen3moe":
+    if data.name not in ("qwen3moe", "qwen3vlmoe"):
         size = data.get("expert_shared_feed_forward_length", config.get("intermediate_size"))
         return fields | {"shared_expert_intermediate_size": size}
     return fields | {"attention_bias": _has_bias(data, "attn_q")}

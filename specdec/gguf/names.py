@@ -112,6 +112,8 @@ ARCHITECTURES = {record.architecture: name for name, record in READ.items()} | {
 }
 # Qwen3-Next computes what the mixtures of Qwen3.5 do, and a file has its projections as theirs.
 READ["qwen3next"] = dataclasses.replace(READ["qwen35moe"], deals_heads=False)
+# Text models of those that see; the encoders of images are files of their own.
+READ |= {"qwen2vl": READ["qwen2"], "qwen3vl": READ["qwen3"], "qwen3vlmoe": READ["qwen3moe"]}
 
 
 def order_turned(num_rows: int, num_heads: int) -> Array:

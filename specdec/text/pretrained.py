@@ -128,10 +128,8 @@ def load_model(
     config, rotary = _read_config(source, flag)
     text = config.get_text_config()
     if _is_wrapper(config, text):
-        # Classes of wrappers leave out what a text model does to its logits.
-        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
-        config = text
-        options["key_mapping"] = KEY_MAPPING
+        config, kind, more = _take_text(config, text, kind)
+        options |= more
     _refuse_stale_copies(Path(source))
     if getattr(text, "attn_logit_softcapping", None) is not None:
         # transformers' other ways leave the cap out without a word.
@@ -163,6 +161,21 @@ def _refuse_other_weights(source: str | Path, flag: str) -> None:
     refuse_adapter(Path(source), f"{flag} {source}", merge)
     files = list_parts(file) if (file := find_gguf(source)) else Path(source).glob("*")
     refuse_unfinished(file for file in files if file.suffix in WEIGHT_SUFFIXES)
+
+
+def _take_text(config: Any, text: Any, kind: str) -> tuple[Any, str, dict[str, Any]]:
+    """Return configuration, class and options of a wrapper's text model, or of a whole wrapper.
+
+    That is taken where transformers has no class of the text model alone.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        text.tie_word_embeddings = config.tie_word_embeddings
+        return config, kind.replace("CausalLM", "ImageTextToText"), {}
+    # Classes of wrappers leave out what a text model does to its logits.
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    return text, kind, {"key_mapping": KEY_MAPPING}
 
 
 def _is_wrapper(config: Any, text: Any) -> bool:

@@ -87,7 +87,9 @@ def _find_text(config: Any, text: Any, document: Mapping[str, Any]) -> Mapping[s
     if text is config:
         return document
     inner = (value for name, value in document.items() if getattr(config, name, None) is text)
-    return next((value for value in inner if isinstance(value, dict)), {})
+    return next(
+        (value for value in inner if isinstance(value, dict)), document
+    )  # which may be flat
 
 
 def _translate_rotary(text: Any, default_config: Any, rotary: Rotary) -> list[str]:
@@ -128,7 +130,7 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
     text = config.get_text_config()
     config_rotary = read_rotary(ConfigReader(text.to_dict(), Path(name)))
     for key, buffer in model.named_buffers():
-        if not key.endswith("inv_freq") or "original" in key or "vision" in key:
+        if not key.endswith("inv_freq") or "original" in key or "vis" in key:
             continue
         is_local = "local" in key or "sliding" in key
         base, scaling = _choose_rotary(rotary, config_rotary, is_local=is_local)

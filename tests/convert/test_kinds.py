@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -300,28 +303,157 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
     },
 }  # fmt: skip
+SEEING = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4,
+    "out_hidden_size": 64,
+}  # fmt: skip
+SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2]}
+TOKEN_IDS = {
+    "image_token_id": 125, "video_token_id": 126, "vision_start_token_id": 127,
+    "vision_end_token_id": 128,
+}  # fmt: skip
+_QWEN_VL: dict[str, Any] = TOKEN_IDS | {
+    "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {
+        "rope_parameters": SECTIONS
+    }
+}  # fmt: skip
+_QWEN3_VL: dict[str, Any] = {
+    "text_config": TEXT | {
+        "head_dim": 24,
+        "rope_parameters": {**SECTIONS, "mrope_interleaved": True, "mrope_section": [4, 4, 4]},
+    },
+    "vision_config": SEEING | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}  # fmt: skip
+WRAPPED |= {
+    "Qwen2VL": _QWEN_VL | {"vision_config": SEEING | {"embed_dim": 16, "hidden_size": 64}},
+    "Qwen2_5_VL": _QWEN_VL | {"vision_config": SEEING | {"fullatt_block_indexes": [0]}},
+    "Qwen3VL": TOKEN_IDS | _QWEN3_VL | {"tie_word_embeddings": True},
+    "Qwen3VLMoe": TOKEN_IDS | _QWEN3_VL | {
+        "text_config": _QWEN3_VL["text_config"] | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+    },
+}  # fmt: skip
+
+
+def write_wrapper(folder: Path, name: str) -> Any:
+    """Write a wrapper with its vision tower as transformers does; return the model."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration", None)
+    if model_class is None:
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(5)
+    model = model_class(model_class.config_class(**copy.deepcopy(WRAPPED[name]))).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() > 1:
+                scale = 0.06 if "embed_tokens" in key and name == "Gemma3" else 2.0
+                weight.copy_(torch.randn(weight.shape) * scale / weight.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def spell_otherwise(
+    folder: Path, name: str, rename: Callable[[str], str], change: Callable[[Any], Any]
+) -> Path:
+    """Write a wrapper's folder with other tensor names and another config.json; return it."""
+    tensors = load_file(folder / "model.safetensors")
+    spelled = folder.parent / name
+    spelled.mkdir()
+    save_file(
+        {rename(key): tensor for key, tensor in tensors.items()}, spelled / "model.safetensors"
+    )
+    (spelled / "config.json").write_text(json.dumps(change(read_config(folder))))
+    return spelled
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of Qwen2-VL as it is published: the text model's keys among the others."""
+    text = config.pop("text_config")
+    rotary = text.pop("rope_parameters")
+    sections = {"type": "mrope", "mrope_section": rotary["mrope_section"]}
+    return config | {k: v for k, v in text.items() if k not in ("model_type", "architectures")} | {
+        "rope_scaling": sections, "rope_theta": rotary["rope_theta"], "model_type": "qwen2_5_vl",
+    }  # fmt: skip
+
+
+def wrap_again(config: dict[str, Any]) -> dict[str, Any]:
+    """A wrapper that holds this one; the inner ones do not name their classes."""
+    inner = {key: value for key, value in config.items() if key != "architectures"}
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    return outer | {"text_config": inner, "dtype": config["dtype"]}
+
+
+def test_the_spellings_of_a_model_that_sees(
+    convert: Converter, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen2.5-VL is published, as transformers writes it, and inside of another wrapper."""
+    log.set_level("INFO")
+    write_wrapper(tmp_path / "model", "Qwen2_5_VL")
+    # transformers 5 writes the names that were published first.
+    old = spell_otherwise(tmp_path / "model", "old", lambda key: key, flatten)
+    new, inner = "model.language_model.", "model.language_model.model."
+    twice = spell_otherwise(
+        tmp_path / "model", "twice",
+        lambda key: re.sub("^(model[.])", f"{inner}language_model.", key).replace(
+            "visual.", f"{inner}visual."
+        ),
+        wrap_again,
+    )  # fmt: skip
+    named = spell_otherwise(
+        tmp_path / "model", "named",
+        lambda key: re.sub("^model[.]", new, key).replace("visual.", "model.visual."),
+        lambda config: config | {
+            "text_config": config["text_config"] | {"architectures": config["architectures"]}
+        },
+    )  # fmt: skip
+    plain = convert(model_dir=tmp_path / "model", output_dir=tmp_path / "plain")
+    groups = []
+    for folder in (old, twice, named):
+        other = convert(model_dir=folder, output_dir=tmp_path / f"ckpt-{folder.name}")
+        assert read_config(other) == read_config(plain)
+        expected, found = join_checkpoint(plain), join_checkpoint(other)
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(found[name], value) for name, value in expected.items())
+        groups.append(log.messages[-2].rpartition("left out: ")[2])
+    assert groups[0] == "visual.blocks 12, visual.merger 5, visual.patch_embed 1"
+    assert groups[2] == groups[0].replace("visual.", "model.visual.")
+
+
+def test_experts_that_are_stored_in_columns(convert: Converter, tmp_path: Path) -> None:
+    """Qwen3-VL's are published as [in, out]; transformers takes them as [out, in], too."""
+    write_wrapper(tmp_path / "model", "Qwen3VLMoe")
+    plain = join_checkpoint(convert(model_dir=tmp_path / "model", tp_size=2))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    shapes = [tuple(t.shape[1:]) for name, t in tensors.items() if ".experts.gate_up" in name]
+    assert shapes == [(64, 48)] * 2 or shapes == [(48, 64)] * 2
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(turned, tmp_path / "model" / "model.safetensors")
+    found = join_checkpoint(
+        convert(model_dir=tmp_path / "model", output_dir=tmp_path / "second", tp_size=2)
+    )
+    assert all(np.array_equal(found[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapper_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
     """Saved by transformers itself, with its vision tower."""
     import torch
-    import transformers
 
     from specdec.decode.engine import TorchEngine
 
-    torch.manual_seed(5)
-    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-    model = model_class(model_class.config_class(**WRAPPED[name])).eval()
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if weight.dim() == 2:
-                scale = 0.06 if "embed_tokens" in key and name == "Gemma3" else 2.0
-                weight.copy_(torch.randn(weight.shape) * scale / weight.shape[1] ** 0.5)
-    model.save_pretrained(tmp_path / "target")
+    model = write_wrapper(tmp_path / "target", name)
     prompts = [[5, 9, 77], [3] * 20]
     engine = TorchEngine(make_engine(tmp_path, tmp_path / "target"), device="cpu")
     requests = list_requests(prompts, 16)
     outputs = [result.output_ids for result in engine.generate(requests)]
     assert outputs == continue_greedily(model, prompts, 16)
     assert len(set(outputs[0])) > 3, "the text varies"
+    tokens = torch.tensor([[5, 9, 33, 7]])
+    logits = load_model(tmp_path / "target", dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(logits, model(tokens).logits)

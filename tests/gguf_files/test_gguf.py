@@ -95,11 +95,19 @@ def write_gguf(path: Path, kind: str = "F32", **more: Any) -> dict[str, np.ndarr
 def edit(
     source: Path, path: Path, keys: dict[str, Any],
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors,
+    architecture: str | None = None,
 ) -> None:  # fmt: skip
-    """Copy a file of llama.cpp's converter with other values of keys, and other tensors."""
+    """Copy a file of llama.cpp's converter with other values of keys, and other tensors.
+
+    architecture: one whose keys have other names, but the same meanings.
+    """
     read = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, read.fields["general.architecture"].contents())
-    for name, field in read.fields.items():
+    old = read.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture or old)
+    for old_name, field in read.fields.items():
+        name = old_name
+        if architecture is not None and old_name.startswith(f"{old}."):
+            name = architecture + old_name.removeprefix(old)
         if not name.startswith("GGUF.") and name != "general.architecture" and name not in keys:
             kinds = field.types
             writer.add_key_value(name, field.contents(), kinds[0], sub_type=kinds[-1])
@@ -203,6 +211,20 @@ def test_what_is_not_read_is_refused_by_name(
     write_gguf(tmp_path / "model.gguf", kind, **more)
     with pytest.raises(SpecDecError, match=told):
         GgufModel(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")]
+)
+def test_the_text_models_of_those_that_see(name: str, source: str, tmp_path: Path) -> None:
+    """Their files have keys about images besides; the three positions of a text's token are one."""
+    keys = {f"{name}.rope.dimension_sections": [2, 1, 1, 0], f"{name}.n_deepstack_layers": 3}
+    edit(GOLDEN / f"{source}.gguf", tmp_path / "m.gguf", keys, architecture=name)
+    found, expected = GgufModel(tmp_path / "m.gguf"), GgufModel(GOLDEN / f"{source}.gguf")
+    assert found.config == expected.config
+    assert found.tensors == expected.tensors
+    for tensor in found.tensors:
+        np.testing.assert_array_equal(found.read(tensor), expected.read(tensor))
 
 
 def test_value_heads_that_key_heads_do_not_divide(tmp_path: Path) -> None:

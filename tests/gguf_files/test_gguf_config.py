@@ -77,6 +77,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("qwen3moe", EXPERTS, (), {
         "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "attention_bias": False}),
+    # Of those that see: the sections and layers of images change nothing.
+    ("qwen2vl", {"rope_dimension_sections": [4, 3, 3, 0]}, (), {"model_type": "qwen2"}),
+    ("qwen3vl", {"rope_dimension_sections": [4, 3, 3, 0], "num_deepstack_layers": 3}, (), {
+        "model_type": "qwen3", "attention_bias": False}),
+    ("qwen3vlmoe", EXPERTS | {"rope_dimension_sections": [4, 3, 3, 0]}, (), {
+        "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 40,
+        "norm_topk_prob": True, "attention_bias": False}),
     ("gemma", {}, (), {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh"}),
     ("gemma2", {"sliding_window": 64, "attn_logit_softcapping": 40.0,
                 "final_logit_softcapping": 20.0}, (), {
