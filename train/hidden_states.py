@@ -111,6 +111,11 @@ class StatesPlan:
         infos = self._describe_states(1).values()
         return sum(info.num_bytes for info in infos)
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the target's embedding and output layer, which may be one."""
+        return TensorInfo(self.compute_dtype, (2, self.vocab_size, self.hidden_size)).num_bytes
+
     def describe(self) -> dict[str, Any]:
         """Return the plan's entries in the journal and the manifest."""
         return {
@@ -233,9 +238,7 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
             "hidden states: %d of %d files are there already",
             len(plan.shards) - len(missing_shards), len(plan.shards),
         )  # fmt: skip
-    num_bytes = sum(plan.measure(shard) for shard in missing_shards)
-    tables = TensorInfo(plan.compute_dtype, (2, plan.vocab_size, plan.hidden_size))
-    num_bytes += tables.num_bytes  # an upper bound: both tables may be one
+    num_bytes = sum(plan.measure(shard) for shard in missing_shards) + plan.table_bytes
     disk_folder, free_bytes = measure_free_space(folder)
     logger.info(
         "hidden states: %.1f MB in %s go to %s, where %.1f MB are free",

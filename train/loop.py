@@ -98,7 +98,7 @@ class Loop:
             step = self.step + 1
             is_last = step == self.num_steps
             logs_now = step % settings.logging_steps == 0 or is_last or step == 1
-            measures = self._take_step(step, measure=logs_now)
+            measures = self.take_step(step, measure=logs_now)
             recent_losses.append(measures.summarize()["loss"])
             self.step = step
             if logs_now:
@@ -135,11 +135,11 @@ class Loop:
                 self.accelerator.wait_for_everyone()
         return self._report_evaluation()
 
-    def _take_step(self, step: int, *, measure: bool) -> Measures:
+    def take_step(self, step: int, *, measure: bool) -> Measures:
         """Do one optimizer step over `rows_per_step` rows."""
         settings, accelerator = self.settings, self.accelerator
         batches = [
-            self._load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
+            self.load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
         ]
         counts = torch.stack([self.drafter.count_labels(b.mask) for b in batches]).sum(0)
         num_tokens = counts.new_tensor([sum(sum(batch.lengths) for batch in batches)])
@@ -186,7 +186,7 @@ class Loop:
             " overflow can be told apart",
         )
 
-    def _load_batch(self, step: int, batch_index: int) -> RowBatch:
+    def load_batch(self, step: int, batch_index: int) -> RowBatch:
         """Return this process's rows of one batch of a step."""
         size = self.settings.batch_size
         start = step * self.rows_per_step + batch_index * size * self.accelerator.num_processes

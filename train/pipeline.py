@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,9 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 EAGLE3_OPTIONS = (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_token_id")
 CONTRADICTIONS: tuple[Contradiction, ...] = (
+    (
+        lambda s: s.plan and s.sanity, "both --plan and --sanity are given", "give one of them",
+    ),
     (
         lambda s: s.max_steps is not None and s.num_epochs is not None,
         "both --max-steps and --num-epochs are given", "give one of them",
@@ -131,10 +134,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter; return the report on the main process, None on the others."""
     settings = fill_defaults(settings)
     check_settings(settings)
-    if settings.sanity:
-        from .sanity import learn_one_row
-
-        return learn_one_row(settings)
+    if trial := find_trial(settings):
+        return trial(settings)
     # torch and transformers take seconds to import, so the cheap checks come first.
     from .hub import open_hub, push_folder
     from .output import write_drafter
@@ -183,6 +184,19 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report
+
+
+def find_trial(settings: TrainSettings) -> Callable[[TrainSettings], dict[str, Any]] | None:
+    """Return what is to be done instead of a training, and writes nothing."""
+    if settings.plan:
+        from .plan import plan_training
+
+        return plan_training
+    if settings.sanity:
+        from .sanity import learn_one_row
+
+        return learn_one_row
+    return None
 
 
 @contextlib.contextmanager
@@ -255,7 +269,8 @@ def start_loop(job: TrainingJob) -> Loop:
 def check_settings(settings: TrainSettings) -> None:
     """Raise the errors of the settings that show before anything is loaded."""
     refuse_launcher(os.environ)
-    require(settings, "model_dir", "data", *([] if settings.sanity else ["output_dir"]))
+    is_dry = settings.sanity or settings.plan
+    require(settings, "model_dir", "data", *([] if is_dry else ["output_dir"]))
     for name in TRAINABLE:
         useless_options = list_given(settings, METHODS[name].options["train"])
         if useless_options and name != settings.method:
@@ -271,7 +286,7 @@ def check_settings(settings: TrainSettings) -> None:
         raise SpecDecError(
             f"--start-from {settings.start_from} is no folder", "give one that specdec-train wrote"
         )
-    if not settings.sanity:
+    if not is_dry:
         check_folders(settings)
 
 

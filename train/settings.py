@@ -38,7 +38,7 @@ class TrainSettings:
         " `conversations`, or `prompt` and `completion`.",
         metavar="FILE",
     )  # fmt: skip
-    # Required by `check_settings`, except with --sanity, which writes nothing.
+    # Required by `check_settings`, except with --sanity and --plan, which write nothing.
     output_dir: Path = MODELS_DATA(help="Folder for the drafter.", metavar="OUT")
     eval_data: Path | None = MODELS_DATA(
         help="Held-out data in the same formats; without it 2% of --data is held out.",
@@ -149,6 +149,11 @@ class TrainSettings:
         False,
         help="Test the training: learn one row by heart and write nothing; exit status 1 if"
         " that fails.",
+    )  # fmt: skip
+    plan: bool = EVALUATION(
+        False,
+        help="Say what the training would take, and write nothing: tokens, steps, disk for hidden"
+        " states, memory, and hours here by a rate measured for some seconds.",
     )  # fmt: skip
     push_to_hub: str | None = OUTPUT(
         help="Also upload the drafter to this private repository of the Hugging Face Hub; the"

@@ -29,8 +29,8 @@ from .settings import TrainSettings
 # Settings without effect on the weights, and paths, whose files are compared by their hashes.
 UNCOMPARED_SETTINGS = frozenset(
     "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
-    " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity push_to_hub"
-    " shard_target hidden_states_dir resume force json".split()
+    " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity plan"
+    " push_to_hub shard_target hidden_states_dir resume force json".split()
 )
 
 FULL_DISK_HINT = "make room on its disk, then continue with --resume"

@@ -221,6 +221,7 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "nothing would be learned: give more than 0"),
         (f"{TRAIN} --warmup-ratio 1.5", "--warmup-ratio is 1.5", "give 0 to 1"),
         (f"{TRAIN} --self-distillation 1.5", "--self-distillation is 1.5", "give a share, 0 to 1"),
+        (f"{TRAIN} --plan --sanity", "both --plan and --sanity are given", ONE),
         (f"{TRAIN} --hidden-states-dtype fp8",
          "--hidden-states-dtype fp8 without --hidden-states-dir: none are kept",
          "name a folder with --hidden-states-dir, or leave the type out"),

@@ -151,7 +151,7 @@ def test_a_killed_training_resumes_to_the_same_bytes(
     )  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_train(*options, "--output-dir", whole)
-    take_step = loop.Loop._take_step
+    take_step = loop.Loop.take_step
 
     def die(self: Any, step: int, **named: Any) -> Any:
         if step == 17:  # steps 16 and 17 are after the last checkpoint
@@ -159,7 +159,7 @@ def test_a_killed_training_resumes_to_the_same_bytes(
         return take_step(self, step, **named)
 
     def train_and_die() -> None:
-        loop.Loop._take_step = die
+        loop.Loop.take_step = die
         command.main([str(a) for a in (*options, "--output-dir", killed)])
 
     died = fork(train_and_die)
@@ -294,7 +294,7 @@ def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) 
 
     hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
     Accelerator.end_training = lambda self: None  # the processes are needed once more
-    find_states, take_step = target.LiveTarget.find_states, loop.Loop._take_step
+    find_states, take_step = target.LiveTarget.find_states, loop.Loop.take_step
     held: dict[str, int] = {}
     killed: int | None = None
 
@@ -310,7 +310,7 @@ def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) 
             raise InterruptedError
         return measures
 
-    target.LiveTarget.find_states, loop.Loop._take_step = look, stop
+    target.LiveTarget.find_states, loop.Loop.take_step = look, stop
     for name, more in runs.items():
         reset_accelerator()
         held.clear()

@@ -224,7 +224,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
         *recipe,
     )  # fmt: skip
     train(kind, "whole", *options)
-    take_step: Callable[..., Any] = loop.Loop._take_step
+    take_step: Callable[..., Any] = loop.Loop.take_step
 
     def stop_at_eight(self: loop.Loop, step: int, *, measure: bool) -> Any:
         if step == 8:
@@ -232,7 +232,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
         return take_step(self, step, measure=measure)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Loop, "_take_step", stop_at_eight)
+        patch.setattr(loop.Loop, "take_step", stop_at_eight)
         stopped = train(kind, "cut", *options, ends=130)
     assert stopped.last_lines[0] == "error: interrupted"
     assert "--resume goes on with what is in" in stopped.last_lines[1]
