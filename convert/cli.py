@@ -12,6 +12,8 @@ from .settings import ConvertSettings
 if TYPE_CHECKING:
     from specdec.checkpoint.config import CheckpointConfig
 
+    from .matching import DrafterMatcher
+
 
 @stage_command("convert", ConvertSettings)
 def command(settings: ConvertSettings) -> None:
@@ -32,4 +34,11 @@ def foresee(settings: ConvertSettings) -> tuple[CheckpointConfig, dict[str, Any]
     return plan.checkpoint, plan.vocabulary
 
 
-command.foresee = foresee
+def open_matcher(model_dir: str) -> DrafterMatcher:
+    """Return what holds drafters against a target, for specdec match."""
+    from .matching import DrafterMatcher
+
+    return DrafterMatcher(model_dir)
+
+
+command.foresee, command.open_matcher = foresee, open_matcher

@@ -12,7 +12,9 @@ from specdec.errors import Problems
 from specdec.files.acceptance import Acceptance, read_acceptance
 from specdec.files.casts import FLOATS
 from specdec.files.folders import MODEL, is_hub_id
+from specdec.files.origin import Origin, read_origin
 from specdec.files.tensor_file import TensorInfo
+from specdec.methods.base import USE_ITS_DRAFTER
 from specdec.model.tensors import (
     EMBEDDING,
     HEAD,
@@ -26,7 +28,6 @@ from .flags import check_flags
 from .methods import FOLDERS, load_converter
 from .methods.base import DrafterConverter
 from .methods.mtp import prepare_head
-from .origin import Origin, read_origin
 from .plan import PlannedTensor, RankPlan, collect, plan_tensors
 from .quantize.sections import refuse_quantized
 from .resolve import open_model
@@ -116,7 +117,7 @@ def _plan_ranks(
                 problems.add(
                     f"{folder.path} does not hold what makes {name}, and the target has no"
                     f" {target_name} {list(info.shape)} to take its place",
-                    "use the drafter that was trained for this target",
+                    USE_ITS_DRAFTER,
                 )
     return ranks
 

@@ -15,6 +15,7 @@ from specdec.command.settings import to_plain
 from specdec.errors import Problems
 from specdec.files.acceptance import NAME as ACCEPTANCE_NAME
 from specdec.files.manifest import check_sources, write_manifest
+from specdec.files.origin import find_other_base
 from specdec.files.reading import write_json
 from specdec.files.staging import (
     check_free_space,
@@ -32,11 +33,10 @@ from .drafter import fetch_drafter, plan_drafter
 from .families.base import BACKEND_NOTES
 from .flags import check_flags
 from .methods import FOLDERS, find_folder
-from .origin import find_other_base
 from .plan import ConversionPlan, merge_ranks
 from .report import count_workers, describe_plan, describe_ranks, tells_backends
 from .settings import ConvertSettings
-from .target import MTP_FOLDER, plan_checkpoint, plan_target
+from .target import MTP_FOLDER, PlannedTarget, plan_checkpoint, plan_target
 
 logger = logs.get_logger(__name__)
 
@@ -139,11 +139,15 @@ def list_inputs(settings: ConvertSettings) -> list[Path]:
     )  # fmt: skip
 
 
-def make_plan(settings: ConvertSettings) -> ConversionPlan:
-    """Plan the whole conversion; raise one SpecDecError that names everything wrong with it."""
+def make_plan(settings: ConvertSettings, target: PlannedTarget | None = None) -> ConversionPlan:
+    """Plan the whole conversion; raise one SpecDecError that names everything wrong with it.
+
+    target: planned before, with the same settings and no drafter.
+    """
     problems = Problems()
-    plan = plan_target if settings.base_model_checkpoint_dir is None else plan_checkpoint
-    target = plan(settings, problems)
+    if target is None:
+        plan = plan_target if settings.base_model_checkpoint_dir is None else plan_checkpoint
+        target = plan(settings, problems)
     option = find_folder(settings)
     drafter = plan_drafter(settings, option, target, problems) if option is not None else None
     problems.raise_all()

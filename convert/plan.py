@@ -23,14 +23,13 @@ from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.acceptance import Acceptance
 from specdec.files.casts import cast
+from specdec.files.origin import Origin
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model import int4
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block, list_blocks
 from specdec.model.tensors import Shard, TensorSpec, get_rank_shape, get_stored_dtype
-
-from .origin import Origin
 
 OUTPUT_BLOCK_BYTES = 4 << 20  # read, computed and written at once
 CASTABLE = ("float64", "float32", "float16", "bfloat16")

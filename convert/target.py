@@ -127,6 +127,14 @@ def plan_target(settings: ConvertSettings, problems: Problems) -> PlannedTarget:
     )  # fmt: skip
 
 
+def plan_alone(settings: ConvertSettings) -> PlannedTarget:
+    """Plan a target that is complete as it is; raise SpecDecError for everything wrong with it."""
+    problems = Problems()
+    target = plan_target(settings, problems)
+    problems.raise_all()
+    return target
+
+
 # ---- Opening: the folder as it is read, and the form of its weights.
 
 

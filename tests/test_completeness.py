@@ -146,6 +146,7 @@ def test_there_are_recipes_and_stages() -> None:
         "generate",
         "diagnose",
         "doctor",
+        "match",
         "audit",
         "export",
     }  # none of a recipe

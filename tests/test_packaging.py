@@ -24,7 +24,7 @@ else:
 
 SOURCES = (
     "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor",
-    "audit", "export", "measure", "configs",
+    "audit", "export", "measure", "match", "configs",
 )  # fmt: skip
 
 

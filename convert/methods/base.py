@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.reading import Array
+from specdec.methods.base import USE_ITS_DRAFTER
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, list_layouts
 from specdec.model.quantization import DEFAULT_EXCLUDED
@@ -220,7 +221,7 @@ def check_sizes(reader: ConfigReader, owner: str, sizes: Mapping[str, int], mode
         if size != getattr(model, name):
             reader.refuse(
                 f"{owner} {name} is {size}, the target's {getattr(model, name)}",
-                "use the drafter that was trained for this target",
+                USE_ITS_DRAFTER,
             )
 
 
@@ -266,7 +267,7 @@ def check_read_layers(
 
     key: where config.json may tell them; fact: that these are read, both for messages.
     """
-    depth, remedy = model.num_hidden_layers, "use the drafter that was trained for this target"
+    depth, remedy = model.num_hidden_layers, USE_ITS_DRAFTER
     if layers != sorted(set(layers)) or (layers and not 0 <= layers[0] <= layers[-1] < depth):
         reader.refuse(
             f"{fact}, the target has {depth} layers",
@@ -303,7 +304,7 @@ def check_offsets(
         reader.refuse(
             f"{OFFSETS} maps {draft_vocab_size} drafted tokens to {len(np.unique(tokens))} from"
             f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
-            "use the drafter that was trained for this target; its offsets are added to the number",
+            f"{USE_ITS_DRAFTER}; its offsets are added to the number",
         )
     # Of a vocabulary that is not reduced some writers leave t2d all zeros.
     if IS_DRAFTED in folder.tensors and draft_vocab_size != vocab_size and not reader.problems:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.errors import SpecDecError, join_names, shorten
+from specdec.methods.base import USE_ITS_DRAFTER
 from specdec.methods.dflash import METHOD, DFlashConvert, DFlashParams
 from specdec.model.bounds import MAX_DRAFT_TOKENS
 from specdec.model.config import ModelConfig
@@ -94,7 +95,7 @@ def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: 
     if size != model.hidden_size:
         reader.refuse(
             f"target_hidden_size is {size}, the target's hidden_size {model.hidden_size}",
-            "use the drafter that was trained for this target",
+            USE_ITS_DRAFTER,
         )
 
 
@@ -159,7 +160,7 @@ def _find_outputs(
     if number != depth:
         reader.refuse(
             f"num_target_layers is {number}, the target has {depth} layers",
-            "use the drafter that was trained for this target",
+            USE_ITS_DRAFTER,
         )
     layers = read_layers(section, "target_layer_ids")
     if layers is not None:

@@ -51,6 +51,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "bench": ("specdec-bench --engine-dir engine --tokenizer-dir BASE --prompts prompts.jsonl",),
     "diagnose": ("specdec diagnose --engine-dir engine --tokenizer-dir BASE",),
+    "match": (
+        "specdec match --model-dir BASE --among FOLDER",
+        "specdec match --model-dir FILE.gguf --json",
+    ),
     "export": (
         "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
         "specdec-export --model-dir BASE --to gguf --output-dir out",

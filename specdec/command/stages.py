@@ -50,6 +50,7 @@ class StageCommand(click.Command):
     work: Callable[[Any], None]  # function of settings of that class
     # Function that predicts the work's results and errors, for specdec generate; see the stages.
     foresee: Callable[..., Any]
+    open_matcher: Callable[[str], Any]  # of specdec-convert, for specdec match
     list_options: frozenset[str] = frozenset()
     subcommands: Mapping[str, click.Command] = {}
 
@@ -449,6 +450,7 @@ STAGES = {
         "specdec.measure.cli:diagnose",
         "engine and prompts -> why it is not faster",
     ),
+    "match": ("specdec.match.cli", "which drafters fit a model, by headers alone, and why not"),
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
     "audit": ("specdec.audit.cli", "a running server -> is it lossless, does it speculate"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),

@@ -137,13 +137,18 @@ def find_gguf(name: str | Path) -> Path | None:
         return path if path.suffix.lower() == ".gguf" or _has_magic(path) else None
     if not path.is_dir() or any((path / weights).exists() for weights in WEIGHT_NAMES):
         return None
-    models = [file for file in sorted(path.iterdir()) if _begins_model(file)]
+    models = list_gguf(path)
     if len(models) > 1:
         raise SpecDecError(
             f"{path} holds {len(models)} GGUF models: {join_names([p.name for p in models])}",
             "give one of the files",
         )
     return models[0] if models else None
+
+
+def list_gguf(folder: Path) -> list[Path]:
+    """List the GGUF models in a folder, of split ones the first files."""
+    return [file for file in sorted(folder.iterdir()) if _begins_model(file)]
 
 
 def _begins_model(path: Path) -> bool:

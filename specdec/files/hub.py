@@ -88,6 +88,28 @@ def fetch_files(hub_id: str, flag: str, names: Sequence[str]) -> Path:
         raise explain(hub_id, flag, error) from None
 
 
+def list_cached(cache_dir: Path | None = None) -> tuple[list[tuple[str, Path]], list[str]]:
+    """List the models in a cache of the Hub: ids and folders of main, else of the newest revision.
+
+    Returns what is wrong with its other entries, too. Nothing is asked of the Hub.
+
+    cache_dir: the user's if not given.
+    """
+    import huggingface_hub
+
+    try:
+        user_cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+        cache = huggingface_hub.scan_cache_dir(cache_dir or user_cache)
+    except huggingface_hub.CacheNotFound:
+        return [], []
+    models = []
+    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
+        revisions = sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
+        if repo.repo_type == "model" and revisions:
+            models.append((repo.repo_id, Path(revisions[-1].snapshot_path)))
+    return models, [" ".join(str(warning).split()) for warning in cache.warnings]
+
+
 def find_cached(hub_id: str) -> bool:
     """Return whether the Hub's cache on this machine holds any file of a model."""
     import huggingface_hub

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 number = functools.partial(setting, minimum=1, metavar="N")
 share = functools.partial(setting, minimum=0, maximum=1)
 
+# Remedy for a drafter whose sizes are not its target's.
+USE_ITS_DRAFTER = (
+    "use the drafter that was trained for this target: `specdec match` tells which of several fits"
+)
 Choices = tuple[tuple[int, ...], ...]  # a static tree: paths of ranks, as in trees.py
 
 

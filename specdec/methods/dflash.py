@@ -24,6 +24,7 @@ from .base import (
     FLAG,
     OBJECT,
     POSITIVE,
+    USE_ITS_DRAFTER,
     Method,
     Rule,
     bounds,
@@ -93,7 +94,7 @@ class DFlashParams(NetParams):
             if value > limit and self.net.vocab_size == vocab_size:
                 problems.add(
                     f"the DFlash drafter's {name} is {value}, the target's vocab_size {vocab_size}",
-                    self.remedy,
+                    USE_ITS_DRAFTER,
                 )
         return self.add_uneven(problems, tp_size)
 

@@ -16,6 +16,7 @@ from specdec.model.tensors import HEAD_BIAS, Shard, TensorSpec, list_norm
 from specdec.options import as_options, list_given, name_flag, setting
 
 from .base import (
+    USE_ITS_DRAFTER,
     Choices,
     Method,
     Rule,
@@ -157,13 +158,13 @@ class EagleParams(NetParams):
             problems.add(
                 f"the EAGLE drafter's draft_vocab_size={self.draft_vocab_size} exceeds the"
                 f" target's vocab_size={vocab_size}",
-                self.remedy,
+                USE_ITS_DRAFTER,
             )
         if (self.mask_token_id or 0) >= vocab_size:
             problems.add(
                 f"the EAGLE drafter's mask_token_id is {self.mask_token_id}, the target's"
                 f" vocab_size {vocab_size}",
-                self.remedy,
+                USE_ITS_DRAFTER,
             )
         return self.add_uneven(problems, tp_size)
 

@@ -18,7 +18,17 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-from .base import OBJECT, POSITIVE, DrafterParams, Rule, add_uneven, check, or_null, whole_number
+from .base import (
+    OBJECT,
+    POSITIVE,
+    USE_ITS_DRAFTER,
+    DrafterParams,
+    Rule,
+    add_uneven,
+    check,
+    or_null,
+    whole_number,
+)
 
 # What a checkpoint says of the layers that draft, in a Llama's field names.
 NET_RULES = {
@@ -102,13 +112,8 @@ class NetParams(DrafterParams):
         for name, size in targets.items():
             if (net_size := getattr(self.net, name)) != size:
                 fact = f"the {self.TITLE} drafter's {name} is {net_size}, the target's {size}"
-                problems.add(fact, self.remedy)
+                problems.add(fact, USE_ITS_DRAFTER)
         return problems
-
-    @property
-    def remedy(self) -> str:
-        """Return the remedy for a size that is not the target's."""
-        return f"use the {self.TITLE} drafter that was trained for this target"
 
     def add_uneven(self, problems: Problems, tp_size: int) -> Problems:
         """Add the sizes of the net that do not split over so many ranks; return the problems."""

@@ -11,7 +11,17 @@ from specdec.model.config import ModelConfig
 from specdec.model.tensors import Shard, TensorSpec
 from specdec.options import as_options, setting
 
-from .base import DrafterParams, Method, add_uneven, bounds, check_product, count, number, share
+from .base import (
+    USE_ITS_DRAFTER,
+    DrafterParams,
+    Method,
+    add_uneven,
+    bounds,
+    check_product,
+    count,
+    number,
+    share,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +75,7 @@ class ReDrafterParams(DrafterParams):
             return Problems().add(
                 f"the drafter's hidden_size={self.hidden_size} differs from the target's"
                 f" {hidden_size}",
-                "use the drafter that was trained for this target",
+                USE_ITS_DRAFTER,
             )
         problems = Problems()
         sizes = {"hidden_size": hidden_size if self.is_rnn else 0, "exit_dim": self.exit_dim}

@@ -13,6 +13,7 @@ from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
 
 logger = logs.get_logger(__name__)
 MAX_SHOWN = 3
+USE_OF_FAMILY = "use a draft model of the target's family, as `specdec match` finds them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def check_vocabularies(
                 )
             raise SpecDecError(
                 f"the tokenizers differ: {difference}",
-                "use a draft model of the target's family, or let it draft the tokens that both"
+                f"{USE_OF_FAMILY}, or let it draft the tokens that both"
                 " have: --draft-vocabulary shared (with --draft-tokenizer-dir DRAFT, except in"
                 " specdec generate)",
             )
@@ -68,7 +69,7 @@ def check_vocabularies(
         raise SpecDecError(
             f"the target's vocab_size is {sizes[0]}, the draft model's {sizes[1]}, and whether"
             " only padding differs is not known",
-            "use a draft model of the target's family; engines of folders that hold tokenizers tell"
+            f"{USE_OF_FAMILY}; engines of folders that hold tokenizers tell"
             " by themselves, for others give specdec-run --tokenizer-dir and --draft-tokenizer-dir",
         )
     logger.warning(
@@ -127,7 +128,7 @@ def compare_tokenizers(target: Any, draft: Any) -> None:
     raise SpecDecError(
         f"the tokenizers differ in {len(different)} tokens (target {len(target_ids)}, draft"
         f" {len(draft_ids)}): {examples}",
-        "use a draft model of the target's family, or add --draft-vocabulary shared: it then"
+        f"{USE_OF_FAMILY}, or add --draft-vocabulary shared: it then"
         " drafts the tokens that both have",
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from specdec.methods.base import USE_ITS_DRAFTER
 from tests.conftest import make_llama
 from tests.convert.hint_scenes import (
     FILE,
@@ -277,7 +278,7 @@ CHECKPOINTS = [
 
 DRAFTERS = [
     # ---- Of every method.
-    Case("use the drafter that was trained for this target", "redrafter",
+    Case(USE_ITS_DRAFTER, "redrafter",
          keys("drafter", vocab_size=64), again),
     Case("give the folder of {}", "redrafter", tensors({
         name: None for name in (
@@ -345,7 +346,7 @@ DRAFTERS = [
          keys("drafter", draft_vocab_size=32), again),
     Case("set it to zeros", "peagle", tensors({"d2t": torch.arange(128) % 2}, DRAFTER),
          tensors({"d2t": torch.zeros(128, dtype=torch.int64)}, DRAFTER)),
-    Case("use the drafter that was trained for this target; its offsets are added to the number",
+    Case("{}; its offsets are added to the number",
          "eagle3", tensors({"d2t": lambda t: t + 100}, DRAFTER), again),
     Case("take a P-EAGLE drafter with all its tensors, or remove the field", "peagle",
          tensors({"mask_hidden": None}, DRAFTER),

@@ -21,12 +21,16 @@ ROW_TABLES = frozenset({"CONTRADICTIONS"})
 Sinks = dict[str, tuple[int, str]]
 
 
-def list_hints(paths: Iterable[Path]) -> dict[str, list[str]]:
-    """Map each hint of some files to the places that give it, as `file:line`."""
+def list_hints(paths: Iterable[Path], constants_file: Path) -> dict[str, list[str]]:
+    """Map each hint of some files to the places that give it, as `file:line`.
+
+    constants_file: whose constants they use, too.
+    """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    constant_trees = [*trees.values(), ast.parse(constants_file.read_text(encoding="utf-8"))]
     constants = {
         target.id: node.value
-        for tree in trees.values() for node in tree.body if isinstance(node, ast.Assign)
+        for tree in constant_trees for node in tree.body if isinstance(node, ast.Assign)
         for target in node.targets if isinstance(target, ast.Name)
     }  # fmt: skip
     sinks = find_sinks(trees.values())

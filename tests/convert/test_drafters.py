@@ -275,7 +275,7 @@ SAME = "meta-llama/Llama-3.1-8B-Instruct"
     ],
 )
 def test_names_of_one_model(named: str, called: str, is_one: bool) -> None:
-    from specdec.convert.origin import is_same
+    from specdec.files.origin import is_same
 
     assert is_same(named, called) == is_one
 

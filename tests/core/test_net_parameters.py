@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
+from specdec.methods.base import USE_ITS_DRAFTER
 from specdec.methods.chain import ChainDraft, read_chain
 from specdec.methods.dflash import DFlashDraft, DFlashParams, read_options
 from specdec.methods.net import NetParams
@@ -84,7 +85,7 @@ def test_sizes_that_are_not_the_target_s() -> None:
     params = read_params()
     ((fact, remedy),) = params.compare_sizes(vocab_size=51, hidden_size=12)
     assert fact == "the Toy drafter's vocab_size is 50, the target's 51"
-    assert remedy == "use the Toy drafter that was trained for this target"
+    assert remedy == USE_ITS_DRAFTER
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import IntArray, Tree, make_root
 from specdec.errors import Problems, SpecDecError
 from specdec.methods import DrafterParams, Method
+from specdec.methods.base import USE_ITS_DRAFTER
 
 N = TypeVar("N", bound=DraftNet)
 ALL_LEVELS = -np.inf  # a `min_gain` that every level has
@@ -344,7 +345,7 @@ class FeatureDrafter(Drafter):
             raise SpecDecError(
                 f"the {title} drafter reads the target's layer {layers[-1]}, of {num_layers}"
                 " from 0",
-                "convert again with the drafter that was trained for this target",
+                f"convert again: {USE_ITS_DRAFTER}",
             )
         decoder.observed_layers = layers
 

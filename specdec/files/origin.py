@@ -63,15 +63,10 @@ def read_origin(
     sources: the target's files, of a Hugging Face folder or of a checkpoint; name: as it was given.
     """
     target = sources[0].parent
-    recorded_files, base_names = _read_training(drafter, config)
+    recorded_files, base_names = read_training(drafter, config)
     is_checkpoint = (target / "rank0.safetensors").is_file()
     known_files, source_names = _read_sources(target) if is_checkpoint else ([], [])
-    path = target.resolve()
-    cached_names = [
-        folder.split("--")[-1] for folder in path.parts if folder.startswith("models--")
-    ]
-    target_names = [*source_names, *filter(None, [name]), *(cached_names or [path.name])]
-    target_names += _list_own_names(target)
+    target_names = [*source_names, *filter(None, [name]), *list_folder_names(target)]
     weight_files = [path for path in sources if path.suffix in WEIGHT_SUFFIXES]
     return Origin(
         drafter=drafter, recorded_files=recorded_files, base_names=base_names,
@@ -80,7 +75,15 @@ def read_origin(
     )  # fmt: skip
 
 
-def _read_training(
+def list_folder_names(folder: Path) -> list[str]:
+    """Return the name of a folder, a repository's for one in the Hub's cache, and its model's."""
+    cached_names = [
+        part.split("--")[-1] for part in folder.resolve().parts if part.startswith("models--")
+    ]
+    return [*(cached_names or [folder.resolve().name]), *_list_own_names(folder)]
+
+
+def read_training(
     drafter: Path, config: Mapping[str, Any]
 ) -> tuple[list[tuple[int, str]], list[str]]:
     """Return the weight files of a drafter's training, and the models that its folder names."""
@@ -99,14 +102,16 @@ def _read_training(
     return recorded_files, base_names
 
 
-def find_other_base(origin: Origin, hashes: Mapping[Path, str] | None = None) -> str | None:
+def find_other_base(
+    origin: Origin, hashes: Mapping[Path, str] | None = None, *, max_bytes: int = MAX_HASHED_BYTES
+) -> str | None:
     """Return a warning where the drafter belongs to another model, as far as the folders tell.
 
-    hashes: of the target's files, where they are known; small files are read. Hashes decide where
-    both sides have them, then sizes, then names.
+    hashes: of the target's files, where they are known; else they are read up to max_bytes. Hashes
+    decide where both sides have them, then sizes, then names.
     """
     if origin.recorded_files:
-        target_files = [*origin.known_files, *_hash_files(origin, hashes or {})]
+        target_files = [*origin.known_files, *_hash_files(origin, hashes or {}, max_bytes)]
         return _compare_files(origin, set(origin.recorded_files), set(target_files))
     if not origin.base_names or _shares_name(origin) or _agrees_in_size(origin):
         return None
@@ -146,12 +151,14 @@ def _shares_name(origin: Origin) -> bool:
     return any(is_same(base, name) for base in origin.base_names for name in origin.target_names)
 
 
-def _hash_files(origin: Origin, hashes: Mapping[Path, str]) -> Iterator[tuple[int, str]]:
+def _hash_files(
+    origin: Origin, hashes: Mapping[Path, str], max_bytes: int
+) -> Iterator[tuple[int, str]]:
     """Yield the size and hash of the target's weight files; small ones are read where they help."""
     total_bytes = sum(path.stat().st_size for path in origin.weight_files)
     for path in origin.weight_files:
         sha256 = hashes.get(path)
-        if sha256 is None and origin.recorded_files and total_bytes <= MAX_HASHED_BYTES:
+        if sha256 is None and origin.recorded_files and total_bytes <= max_bytes:
             sha256 = hash_file(path)
         if sha256 is not None:
             yield path.stat().st_size, sha256
