@@ -36,6 +36,14 @@ from .errors import FailedRequest, answer_error, answer_http, explain
 from .formats import NO_FORMATS, ChatFormats
 from .messages import CountBody, MessagesAnswer, MessagesBody
 from .metrics import Metrics
+from .ollama import (
+    GenerateBody,
+    ModelCard,
+    OllamaAnswer,
+    OllamaChatBody,
+    ShowBody,
+    describe_version,
+)
 from .parsing import Parser
 from .protocol import EVENT_STREAM, EVENTS, BadRequest
 from .requests import find_starts, make_requests
@@ -107,11 +115,11 @@ class Endpoints:
     """HTTP endpoints over one scheduler."""
 
     def __init__(
-        self, engine: Engine, scheduler: JobScheduler, metrics: Metrics, *, model: str,
+        self, engine: Engine, scheduler: JobScheduler, metrics: Metrics, *, card: ModelCard,
         max_body_bytes: int, request_timeout: float, formats: ChatFormats = NO_FORMATS,
     ) -> None:  # fmt: skip
         self._engine, self._scheduler, self._metrics = engine, scheduler, metrics
-        self._model, self._formats = model, formats
+        self._card, self._model, self._formats = card, card.name, formats
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
         self._notifier = Notifier()
@@ -131,6 +139,12 @@ class Endpoints:
             self._route("/v1/responses", ResponseBody, ResponseAnswer),
             self._route("/v1/messages", MessagesBody, MessagesAnswer),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            self._route("/api/chat", OllamaChatBody, OllamaAnswer),
+            self._route("/api/generate", GenerateBody, OllamaAnswer),
+            Route("/api/show", self._show_card, methods=["POST"]),
+            Route("/api/tags", self._answer(self._card.list_models)),
+            Route("/api/ps", self._answer(self._card.list_running)),
+            Route("/api/version", self._answer(describe_version)),
             Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -155,6 +169,19 @@ class Endpoints:
 
         return Route(path, generate, methods=["POST"])
 
+    def _answer(self, describe: Callable[[], dict[str, Any]]) -> Callable[[Request], Any]:
+        async def answer(http: Request) -> Response:
+            return JSONResponse(describe())
+
+        return answer
+
+    async def _show_card(self, http: Request) -> Response:
+        def check_name(body: ShowBody) -> None:
+            check_model(body.name, self._model)
+
+        await self._read(http, ShowBody, check_name)
+        return JSONResponse(self._card.show())
+
     async def _refuse_embeddings(self, request: Request) -> Response:
         raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
 
@@ -163,6 +190,8 @@ class Endpoints:
     ) -> Response:
         body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
         self._log_ignored(ignored)
+        if not prepared:
+            return JSONResponse(OllamaAnswer(body, self._model, [], self._table).load())
         most_choices = self._scheduler.max_queue + self._engine.max_batch_size
         if len(prepared) > most_choices:
             raise BadRequest(
@@ -206,6 +235,8 @@ class Endpoints:
 
     def _prepare(self, body: GenerationBody) -> tuple[list[PreparedChoice], list[str]]:
         """Return a body's choices, and the paths of its parameters that have no effect."""
+        if body.asks_for_load:
+            return [], body.list_ignored()
         formats, calling = NO_FORMATS, None
         if isinstance(body, ConversationBody):
             formats = self._formats

@@ -32,8 +32,9 @@ def read_body(kind: type[B], document: Any) -> B:
     """
     if not isinstance(document, dict):
         raise BadRequest("the body is not a JSON object")
-    body = _read_object(kind, document, "")
-    if kind.source and getattr(body, kind.source) is None:
+    chosen_kind: type[B] = kind.choose(document)  # type: ignore[assignment]
+    body = _read_object(chosen_kind, document, "")
+    if kind.source and getattr(body, kind.source) is None and not body.asks_for_load:
         raise refuse(kind.source, "is missing")
     return body
 
@@ -142,7 +143,7 @@ def _check_default(
 
 def check_model(model: str | None, served_model: str) -> None:
     """Raise BadRequest for another model than the one that is served."""
-    if model is not None and model != served_model:
+    if model not in (None, served_model, f"{served_model}:latest"):  # as Ollama's clients say it
         raise BadRequest(
             f"the model {shorten(model)} does not exist; this server has {served_model!r}",
             "model", 404, "model_not_found",

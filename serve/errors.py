@@ -10,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from specdec import SpecDecError
 
-from . import messages
+from . import messages, ollama
 from .protocol import BadRequest, describe_error
 
 # Forms of errors by the beginnings of paths; OpenAI's for all others.
 FORMS: Mapping[str, Callable[[BadRequest], dict[str, Any]]] = {
-    "/v1/messages": messages.describe_error,
-}
+    "/v1/messages": messages.describe_error, "/api/": ollama.describe_error,
+}  # fmt: skip
 
 
 class FailedRequest(Exception):

@@ -113,6 +113,11 @@ class ChatFormats:
         return cls(tool_format, reasoning_format, "tools" in template, marks)
 
     @property
+    def can_call(self) -> bool:
+        """True where an answer may call tools."""
+        return self.tools is not None and (self.reads_tools or self.as_text)
+
+    @property
     def as_text(self) -> bool:
         """True where tools and calls become messages' texts: the template reads no tools."""
         return self.tools is TOOL_FORMATS["json"] and not self.reads_tools

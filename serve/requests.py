@@ -144,7 +144,8 @@ def _read_inputs(
     if isinstance(body, ConversationBody):
         return _read_conversation(body, engine, formats, calling)
     assert isinstance(body, CompletionBody)
-    limit, num_top = 16 if body.max_tokens is None else body.max_tokens, body.logprobs
+    limit = body.default_limit if body.max_tokens is None else body.max_tokens
+    num_top = body.num_top_logprobs
     limit_param = body.paths.get("max_tokens", "max_tokens")
     if limit == 0 and not body.echo:
         raise BadRequest("max_tokens 0 asks for nothing without echo", "max_tokens")

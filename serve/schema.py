@@ -222,6 +222,16 @@ class Body(Parameters):
 
     model: str | None = parameter(TEXT)
 
+    @property
+    def asks_for_load(self) -> bool:
+        """True where a body asks for no text, only that the model is ready."""
+        return False
+
+    @classmethod
+    def choose(cls, document: Mapping[str, Any]) -> type[Body]:
+        """Return the class of a body, which may depend on what it holds."""
+        return cls
+
     def list_ignored(self) -> list[str]:
         """Return the paths of the body's parameters and values without effect."""
         return list(self.ignored)
@@ -316,9 +326,10 @@ class GenerationBody(Body):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionBody(GenerationBody):
-    """Body of /v1/completions."""
+    """Body of /v1/completions. default_limit: tokens of an output, -1 for all the room."""
 
     source = "prompt"
+    default_limit: ClassVar[int] = 16
 
     prompt: Any = parameter(PROMPTS)
     max_tokens: int | None = parameter(_allow_number(-1, _allow_number(0, LIMIT)))

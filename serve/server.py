@@ -29,6 +29,7 @@ from .access import MAX_HEADER_BYTES, AccessControl
 from .app import Endpoints
 from .formats import ChatFormats
 from .metrics import Metrics
+from .ollama import ModelCard
 from .protocol import Connection
 from .scheduler import JobScheduler
 from .settings import ServeSettings
@@ -124,12 +125,15 @@ class EngineServer:
         self.scheduler = JobScheduler(
             engine, max_queue=settings.max_queue, watcher=metrics, on_lost=self._end
         )
+        formats = ChatFormats.choose(
+            settings.tool_call_parser, settings.reasoning_parser, engine.tokenizer
+        )
+        abilities = ["completion", *(["tools"] if formats.can_call else []),
+                     *(["thinking"] if formats.reasoning is not None else [])]  # fmt: skip
         endpoints = Endpoints(
-            engine, self.scheduler, metrics, model=model,
-            max_body_bytes=int(settings.max_body_mb * 2**20),
-            request_timeout=settings.request_timeout, formats=ChatFormats.choose(
-                settings.tool_call_parser, settings.reasoning_parser, engine.tokenizer
-            ),
+            engine, self.scheduler, metrics, max_body_bytes=int(settings.max_body_mb * 2**20),
+            card=ModelCard(model, settings.engine_dir, engine, abilities),
+            request_timeout=settings.request_timeout, formats=formats,
         )  # fmt: skip
         names = None
         if key is None and is_loopback(settings.host):

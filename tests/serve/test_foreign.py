@@ -85,8 +85,8 @@ def test_a_limit_of_minus_one_is_all_the_room(url: str) -> None:
     ):
         answer = post(url, path, **body, ignore_eos=True, speculation=False)
         assert answer["usage"]["total_tokens"] == 300
-    body = {"prompt": "x", "options": {"num_predict": 9000}}
-    error = CLIENT.post(f"{url}/v1/completions", json=body).json()["error"]
+    wrong: Any = {"prompt": "x", "options": {"num_predict": 9000}}
+    error = CLIENT.post(f"{url}/v1/completions", json=wrong).json()["error"]
     assert error["param"] == "options.num_predict"
 
 
