@@ -163,6 +163,7 @@ class HttpClient:
         is_connecting = isinstance(error, (httpx.ConnectError, httpx.ProxyError))
         if is_connecting and not self._was_reached.is_set():
             return NoAnswer(text, was_never=True)
+        self._was_reached.set()  # it took the request, and was lost before it answered
         return NoAnswer(f"the connection failed: {text}")
 
     def find_message(self, data: bytes) -> str:

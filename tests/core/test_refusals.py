@@ -210,6 +210,11 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         (f"{DATA} o.jsonl --top-p 0", "--top-p is 0", "give a number above 0 and at most 1"),
         (f"{DATA} o.jsonl --resume --force", "--resume and --force are both given",
          "continue, or start over"),
+        ("train data --merge a.jsonl --shard 0/2 --output o.jsonl",
+         "--merge puts files together, and nothing is answered",
+         "give --merge and --output alone"),
+        (f"{DATA} o.jsonl --base-url http://127.0.0.1:1/v1/", "--base-url names a server twice",
+         "name each server once"),
         (f"{DATA} o.json", "--output is o.json", "name a .jsonl file, as specdec-train takes it"),
     ],
     "specdec.train.pipeline": [

@@ -24,7 +24,7 @@ from specdec.command.stages import run_command
 from specdec.errors import SpecDecError, UsageError, name_extra
 from specdec.system import http_client, logs
 from specdec.train.cli import command
-from specdec.train.data import client
+from specdec.train.data import client, servers
 from specdec.train.data.journal import Journal
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply, write_answer
@@ -61,7 +61,7 @@ def run_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RunData:
     """Run `specdec-train data` in this process, into `tmp_path / out.jsonl`."""
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def run(server: ChatServer | str, *args: object, ends: int = 0) -> Finished:
@@ -345,11 +345,11 @@ def test_the_status_of_an_error_whose_body_never_ends(
 
 def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(client.Client, "_pause", lambda self, reason, wait: waits.append(wait))
+    monkeypatch.setattr(servers.Servers, "_pause", lambda self, reason, wait: waits.append(wait))
     from specdec.train.data.settings import DataSettings
 
     with ChatServer(lambda number, body: {"status": 502, "body": b""}) as server:
-        asked = client.Client(DataSettings(base_url=server.url, model="m", max_retries=9))
+        asked = servers.Servers(DataSettings(base_url=[server.url], model="m", max_retries=9))
         for _ in range(2):
             with pytest.raises(client.RowError, match=r"HTTP 502 \(after 10 tries\)") as caught:
                 asked.ask("p", None)
@@ -357,7 +357,7 @@ def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     first, second = waits[:9], waits[9:]
     assert first != second
     for number, wait in enumerate(first):
-        assert 0.5 <= wait / min(client.MAX_WAIT, 2**number) <= 1.5
+        assert 0.5 <= wait / min(servers.MAX_WAIT, 2**number) <= 1.5
 
 
 NOW = 1_800_000_000.0
@@ -498,7 +498,7 @@ def test_no_thread_outlives_the_run(run_data: RunData, tmp_path: Path) -> None:
     """Where one row's error ends it while the server lets another row wait."""
     write_prompts(tmp_path / "in.jsonl", 2)
     is_waiting = threading.Event()
-    logger = logging.getLogger(client.__name__)
+    logger = logging.getLogger(servers.__name__)
 
     def answer(number: int, body: Any) -> Reply:
         if number == 0:
@@ -525,7 +525,7 @@ def test_no_thread_outlives_the_run(run_data: RunData, tmp_path: Path) -> None:
 
 def test_nobody_listens(run_data: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is told at once, without another try."""
-    monkeypatch.setattr(client.Client, "_pause", lambda self, reason, wait: pytest.fail(reason))
+    monkeypatch.setattr(servers.Servers, "_pause", lambda self, reason, wait: pytest.fail(reason))
     with ChatServer() as server:
         url = server.url
     done = run_data(url, "--input", write_prompts(tmp_path / "in.jsonl", 2), ends=1)

@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server: a request is repeated until an answer or a final error.
+"""Client of an OpenAI-compatible server: one request, and what its failure means.
 
 Requests keep to parameters that every such server knows: `chat/completions` and `completions` with
 model, max_tokens, temperature, top_p and seed.
@@ -10,16 +10,12 @@ import dataclasses
 import email.utils
 import json
 import os
-import random
-import threading
 import time
 from typing import Any
 
-from specdec.command.settings import need
 from specdec.errors import SpecDecError, shorten
 from specdec.system import http_client
 from specdec.system.http_client import HttpClient, NoAnswer, Response
-from specdec.system.logs import get_logger
 from specdec.text.chat import (
     OPTIONS,
     ChatError,
@@ -35,8 +31,6 @@ from .dialogues import RowError
 from .settings import DataSettings
 
 MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
-FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
-MAX_WAIT = 60.0  # seconds
 MAX_RETRY_AFTER = 3600.0  # seconds, the longest wait that a server may ask for
 BYTES_PER_TOKEN = 256  # most bytes of an answer for each of its tokens
 OTHER_BYTES = 2**20  # most bytes of an answer beside its tokens
@@ -51,8 +45,6 @@ FATAL_HINTS = {
     405: "check --base-url and the server",
 }
 
-logger = get_logger(__name__)
-
 
 @dataclasses.dataclass(frozen=True)
 class TargetAnswer:
@@ -62,7 +54,7 @@ class TargetAnswer:
     is_truncated: bool
 
 
-class _TransientFailure(Exception):
+class TransientFailure(Exception):
     """Failure that a repeated request may not meet; wait: seconds that the server asks for."""
 
     def __init__(self, reason: str, wait: float = 0.0) -> None:
@@ -79,10 +71,10 @@ def check_url(url: str) -> None:
 class Client:
     """Connection to one server, which threads may share."""
 
-    def __init__(self, settings: DataSettings) -> None:
+    def __init__(self, settings: DataSettings, base_url: str) -> None:
         self.settings = settings
         kind = "completions" if settings.completion else "chat/completions"
-        self.url = f"{need(settings.base_url).rstrip('/')}/{kind}"
+        self.url = f"{base_url.rstrip('/')}/{kind}"
         key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise SpecDecError(
@@ -90,77 +82,31 @@ class Client:
                 "copy the key again: it is one line of ASCII",
             )
         self._http = HttpClient(key, settings.timeout)
-        self._closed = threading.Event()
 
-    def close(self) -> None:
-        """End all waits before repetitions: no more answers are needed."""
-        self._closed.set()
+    def ask(self, body: bytes) -> TargetAnswer:
+        """Return the target's answer to a request's body.
 
-    def ask(self, context: str | Conversation, seed: int | None) -> TargetAnswer:
-        """Return the target's answer to a prompt or a conversation.
-
-        Raises RowError where this row gets no answer, and SpecDecError where no row can get one:
-        wrong address, refused key, unknown model.
+        Raises TransientFailure where another try may get one, RowError where this row gets none,
+        and SpecDecError where no row can get one: wrong address, refused key, unknown model.
         """
-        body = json.dumps(self._make_body(context, seed)).encode()
-        tries = self.settings.max_retries + 1
-        for number in range(tries):
-            try:
-                return self._try(body)
-            except _TransientFailure as failure:
-                if number + 1 == tries:
-                    count = f"{tries} tries" if tries > 1 else "1 try"
-                    raise RowError(f"{failure.reason} (after {count})", is_transient=True) from None
-                wait = min(MAX_WAIT, FIRST_WAIT * 2**number) * random.uniform(0.5, 1.5)
-                wait = max(wait, failure.wait)
-                self._pause(failure.reason, wait)
-        raise AssertionError("the last try returns or raises")
-
-    def _pause(self, reason: str, wait: float) -> None:
-        """Wait before a repetition; raise RowError where the client was closed."""
-        logger.debug("%s; again in %.1f s", reason, wait)
-        if self._closed.wait(wait):
-            raise RowError(reason, is_transient=True)
-
-    def _make_body(self, context: str | Conversation, seed: int | None) -> dict[str, Any]:
-        settings = self.settings
-        body: dict[str, Any] = {
-            "model": settings.model,
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "stream": False,
-            **({"top_p": settings.top_p} if settings.top_p < 1 else {}),
-            **({"seed": seed} if seed is not None else {}),
-        }
-        if isinstance(context, str):
-            return {**body, "prompt": context}
-        body["messages"] = write_messages(context.messages)
-        for name, value in context.options.items():
-            if name in OPTIONS:
-                body[name] = value
-            else:
-                body.setdefault("chat_template_kwargs", {})[name] = value
-        return body
-
-    def _try(self, body: bytes) -> TargetAnswer:
         try:
             response = self._http.exchange(self.url, body, self._max_bytes)
         except NoAnswer as lost:
             if lost.was_never:
                 raise lost.explain(self.url, "--base-url") from None
-            raise _TransientFailure(lost.reason) from None
+            raise TransientFailure(lost.reason) from None
         if not response.is_success:
             raise self._explain_status(response)
         data = response.data
         if len(data) > self._max_bytes:
-            raise _TransientFailure(
+            raise TransientFailure(
                 f"the answer is longer than {self._max_bytes} bytes, too long for --max-tokens"
                 f" {self.settings.max_tokens}"
             )
         try:
             return self._read_answer(json.loads(data))
         except (ValueError, RecursionError, LookupError, TypeError) as error:
-            raise _TransientFailure(f"the answer is not what such servers send: {error}") from None
+            raise TransientFailure(f"the answer is not what such servers send: {error}") from None
 
     @property
     def _max_bytes(self) -> int:
@@ -200,11 +146,32 @@ class Client:
         if text := self._http.find_message(response.data):
             message += f", {shorten(text, 300)}"
         if status in TRANSIENT_STATUSES or status >= 500:
-            return _TransientFailure(message, _read_wait(response.retry_after))
+            return TransientFailure(message, _read_wait(response.retry_after))
         if status >= 400 and status not in FATAL_HINTS:
             return RowError(message)
         hint = FATAL_HINTS.get(status, "check --base-url and the server")
         return SpecDecError(f"{self.url} refuses every request: {message}", hint)
+
+
+def write_body(settings: DataSettings, context: str | Conversation, seed: int | None) -> bytes:
+    """Write the request that asks for the answer to a prompt or a conversation."""
+    body: dict[str, Any] = {
+        "model": settings.model,
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "stream": False,
+        **({"top_p": settings.top_p} if settings.top_p < 1 else {}),
+        **({"seed": seed} if seed is not None else {}),
+    }
+    if isinstance(context, str):
+        return json.dumps({**body, "prompt": context}).encode()
+    body["messages"] = write_messages(context.messages)
+    for name, value in context.options.items():
+        if name in OPTIONS:
+            body[name] = value
+        else:
+            body.setdefault("chat_template_kwargs", {})[name] = value
+    return json.dumps(body).encode()
 
 
 def write_messages(messages: list[Message]) -> list[Message]:

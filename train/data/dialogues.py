@@ -31,6 +31,7 @@ from specdec.text.text_stream import INCOMPLETE
 from specdec.text.tool_calls import convert_arguments
 
 from .settings import DataSettings
+from .shards import RowShard, parse_shard
 
 PROMPT_KEYS = ("prompt", "text")
 ASKING_ROLES = ("user", "tool")
@@ -57,16 +58,27 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """Input file or dataset: its name, its number of rows, its facts for the manifest."""
+    """Input file or dataset: its name, its number of rows, its facts for the manifest.
+
+    shard: whose rows are read.
+    """
 
     name: str
     num_rows: int
+    shard: RowShard = RowShard()
     facts: dict[str, Any]
     path: Path | None = None
     rows: Any = None  # a dataset of the Hub, where there is no path
 
+    @property
+    def num_shard_rows(self) -> int:
+        return len(range(self.shard.number, self.num_rows, self.shard.count))
+
     def read(self) -> Iterator[Row]:
-        """Yield the rows in order."""
+        """Yield the shard's rows in order."""
+        return (row for row in self._read_all() if row.index in self.shard)
+
+    def _read_all(self) -> Iterator[Row]:
         if self.path is not None:
             for index, (number, line) in enumerate(read_lines(self.path)):
                 if index >= self.num_rows:
@@ -90,7 +102,14 @@ def open_source(settings: DataSettings) -> DataSource:
     if not source.num_rows:
         raise SpecDecError(f"--input {name} holds no row", "give a file with rows")
     max_rows = settings.max_rows or source.num_rows
-    return dataclasses.replace(source, num_rows=min(max_rows, source.num_rows))
+    shard = parse_shard(settings.shard) if settings.shard is not None else RowShard()
+    source = dataclasses.replace(source, num_rows=min(max_rows, source.num_rows), shard=shard)
+    if not source.num_shard_rows:
+        raise SpecDecError(
+            f"--shard {settings.shard}: --input {name} has {source.num_rows} rows to share",
+            f"make at most {source.num_rows} shards",
+        )
+    return source
 
 
 def _load_dataset(name: str, split: str) -> DataSource:

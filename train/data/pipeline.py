@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import queue
 import threading
@@ -22,10 +23,12 @@ from specdec.options import Contradiction, refuse_contradictions
 from specdec.system import logs
 from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
 
-from .client import Client, check_url
+from .client import check_url
 from .dialogues import DataSource, Dialogue, Row, RowError, open_source
 from .journal import Journal
+from .servers import Servers, TargetServer
 from .settings import DataSettings
+from .shards import SHARD_FACT, merge_shards, parse_shard
 
 SERVER_FLAGS = ("base_url", "model")
 ENGINE_FLAGS = ("engine_dir", "tokenizer_dir")
@@ -45,24 +48,36 @@ R = TypeVar("R")
 
 
 def regenerate_data(settings: DataSettings) -> dict[str, Any]:
-    """Let the target answer every row of the input; write the output and return the counts."""
+    """Let the target answer every row of the input; write the output and return the counts.
+
+    With --merge, the answers are those in the files of shards.
+    """
+    refuse_contradictions(settings, CONTRADICTIONS)
+    if settings.merge:
+        require(dataclasses.replace(settings, input="-"))
+        return merge_shards(settings)
+    if settings.shard is not None and settings.output is not None:
+        output = parse_shard(settings.shard).name_output(settings.output)
+        settings = dataclasses.replace(settings, output=output)
     check_settings(settings)
     source = open_source(settings)
     facts = {name: getattr(settings, name) for name in FACT_SETTINGS} | {
         "input": source.facts["sha256"]
     }
+    if settings.shard is not None:
+        facts[SHARD_FACT] = settings.shard
     if settings.engine_dir is not None:
         facts["engine"] = describe_file(settings.engine_dir / "config.json")["sha256"]
     journal = Journal(settings.output, facts, resume=settings.resume, force=settings.force)
     try:
         num_resumed = len(journal)
         if num_resumed:
-            logger.info("%d of %d rows are done already", num_resumed, source.num_rows)
+            logger.info("%d of %d rows are done already", num_resumed, source.num_shard_rows)
         start_time = time.monotonic()
         make_rows(settings, source, journal)
         report = {
             "output": str(settings.output),
-            "rows": source.num_rows,
+            "rows": source.num_shard_rows,
             "answered": len(journal),
             "resumed": num_resumed,
             "failed": len(journal.failures),
@@ -73,7 +88,7 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
             finish(settings, source, journal, report)
     except KeyboardInterrupt:
         raise SpecDecError(
-            f"interrupted: {len(journal)} of {source.num_rows} rows are done",
+            f"interrupted: {len(journal)} of {source.num_shard_rows} rows are done",
             "the same command with --resume goes on from there",
         ) from None
     finally:
@@ -91,7 +106,16 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "continue, or start over",
     ),
     (
-        lambda s: s.output.suffix != ".jsonl", "--output is {output}",
+        lambda s: s.merge and (s.input or s.base_url or s.engine_dir or s.shard or s.resume),
+        "--merge puts files together, and nothing is answered",
+        "give --merge and --output alone",
+    ),
+    (
+        lambda s: len({url.rstrip("/") for url in s.base_url}) < len(s.base_url),
+        "--base-url names a server twice", "name each server once",
+    ),
+    (
+        lambda s: s.output is not None and s.output.suffix != ".jsonl", "--output is {output}",
         "name a .jsonl file, as specdec-train takes it",
     ),
 )  # fmt: skip
@@ -100,7 +124,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
 def check_settings(settings: DataSettings) -> None:
     """Raise the errors of the settings that show before any data is read."""
     require(settings)
-    target_flags = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n) is not None]
+    target_flags = [n for n in (*SERVER_FLAGS, *ENGINE_FLAGS) if getattr(settings, n)]
     allowed_flags = SERVER_FLAGS if settings.engine_dir is None else ENGINE_FLAGS
     if not target_flags or set(target_flags) - set(allowed_flags):
         raise UsageError(
@@ -113,9 +137,8 @@ def check_settings(settings: DataSettings) -> None:
         expect_folder(settings.engine_dir, ENGINE, "--engine-dir")
         if find_tokenizer(settings.engine_dir, settings.tokenizer_dir) is None:
             raise lack_tokenizer("the data needs")
-    if settings.base_url is not None:
-        check_url(settings.base_url)
-    refuse_contradictions(settings, CONTRADICTIONS)
+    for url in settings.base_url:
+        check_url(url)
     check_output_file(settings.output, force=settings.force)
     if settings.output.resolve() == Path(settings.input).resolve():
         raise UsageError("--output is the input", "name another file")
@@ -123,10 +146,10 @@ def check_settings(settings: DataSettings) -> None:
 
 def make_rows(settings: DataSettings, source: DataSource, journal: Journal) -> None:
     """Answer the rows that the journal lacks, and record each as soon as it ends."""
-    num_remaining = source.num_rows - len(journal)
+    num_remaining = source.num_shard_rows - len(journal)
     remaining_rows = (row for row in source.read() if row.index not in journal)
     num_lost = 0  # rows in succession that the server did not answer
-    max_lost = max(MIN_LOST_ROWS, settings.concurrency)
+    max_lost = max(MIN_LOST_ROWS, settings.concurrency * len(settings.base_url))
     with logs.track("rows", total=num_remaining) as advance:
         for index, row_number, result in answer_rows(settings, source, remaining_rows):
             if isinstance(result, RowError):
@@ -154,9 +177,9 @@ def answer_rows(
 ) -> Iterator[Result]:
     """Yield every row's result, in the order in which the rows end."""
     if settings.engine_dir is None:
-        with contextlib.closing(Client(settings)) as client:
+        with contextlib.closing(Servers(settings)) as servers:
             yield from map_concurrently(
-                lambda row: answer_row(client, settings, source, row), rows, settings.concurrency
+                lambda row: answer_row(servers, settings, source, row), rows, servers.concurrency
             )
         return
     from .engine import DialogueEngine
@@ -176,13 +199,14 @@ def answer_rows(
     yield from unreadable_rows
 
 
-def answer_row(client: Client, settings: DataSettings, source: DataSource, row: Row) -> Result:
-    """Let the server answer a row, one turn after the other."""
+def answer_row(servers: Servers, settings: DataSettings, source: DataSource, row: Row) -> Result:
+    """Let the servers answer a row, one turn after the other, best at one server."""
+    server: TargetServer | None = None
     try:
         dialogue = Dialogue(row, settings, source)
         seed = None if settings.seed is None else settings.seed + row.index
         while (context := dialogue.ask()) is not None:
-            answer = client.ask(context, seed)
+            answer, server = servers.ask(context, seed, server)
             dialogue.add(answer.message, is_truncated=answer.is_truncated)
         return row.index, row.number, finish_row(dialogue, settings)
     except RowError as error:
@@ -260,7 +284,7 @@ def finish(
         report["failures"] = str(failed_path)
     if failures and not (settings.allow_failures and len(journal)):
         raise SpecDecError(
-            f"{len(failures)} of {source.num_rows} rows failed, the first one (row"
+            f"{len(failures)} of {source.num_shard_rows} rows failed, the first one (row"
             f" {failures[0]['row']}): {failures[0]['reason']}",
             f"{failed_path} has them all; --resume tries them again, and with --allow-failures"
             f" {output} is written without them",
@@ -277,6 +301,7 @@ def finish(
         "tool": "specdec",
         "tool_version": __version__,
         "settings": to_plain(settings),
+        "facts": journal.facts,
         "input": source.facts,
         "output": describe_file(output),
         "results": report,

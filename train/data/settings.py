@@ -11,6 +11,7 @@ from specdec.options import like, option_group, setting
 DATA = option_group("Data")
 SERVER_TARGET = option_group("A server of the target")
 ENGINE = option_group("Or its engine")
+SHARDS = option_group("Several hosts")
 ANSWERS = option_group("Answers")
 FAILURES = option_group("Failures")
 SERVER_FAILURES = option_group("Failures", rare=True)
@@ -29,10 +30,11 @@ class DataSettings:
     output: Path = DATA(
         required=True, metavar="FILE.jsonl", help="The data with the target's own answers."
     )
-    base_url: str | None = SERVER_TARGET(
-        help="An OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1; a key"
-        " is taken from OPENAI_API_KEY.",
-        metavar="URL",
+    base_url: list[str] = SERVER_TARGET(
+        [],
+        help="An OpenAI-compatible server of the target, such as http://127.0.0.1:8000/v1, or"
+        " several, which share the rows; a key is taken from OPENAI_API_KEY.",
+        metavar="URL...",
     )
     model: str | None = SERVER_TARGET(help="The target's name at the server.", metavar="NAME")
     engine_dir: Path | None = ENGINE(help="The target's engine, instead of a server.")
@@ -61,7 +63,7 @@ class DataSettings:
     max_rows: int | None = DATA(minimum=1, metavar="N", help="Take the first N rows of the input.")
     dataset_split: str = DATA("train", help="Split of a Hub dataset.", metavar="NAME")
     concurrency: int = SERVER_TARGET(
-        16, minimum=1, maximum=4096, help="Requests to the server at the same time."
+        16, minimum=1, maximum=4096, help="Requests to each server at the same time."
     )
     timeout: float = SERVER_FAILURES(
         600.0, minimum=0.1, maximum=10**6, metavar="SECONDS",
@@ -69,6 +71,13 @@ class DataSettings:
     )  # fmt: skip
     max_retries: int = SERVER_FAILURES(
         6, minimum=0, metavar="N", help="How often a failed request is repeated."
+    )
+    shard: str | None = SHARDS(
+        help="Answer part I, from 0, of N parts of the rows, into FILE.I-of-N.jsonl.",
+        metavar="I/N",
+    )
+    merge: list[str] = SHARDS(
+        [], help="Put the files of all shards together, instead of answering.", metavar="FILE..."
     )
     drop_truncated: bool = FAILURES(False, help="Treat answers that --max-tokens cut as failed.")
     allow_failures: bool = FAILURES(
