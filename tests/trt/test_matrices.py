@@ -69,7 +69,7 @@ def test_products_by_parts() -> None:
     (product,) = compute(weights, x)
     torch.testing.assert_close(product, whole)
     parts = compute(weights, x, (1, 5))
-    for part, wanted in zip(parts, torch.split(whole, (1, 5), -1), strict=True):
+    for part, wanted in zip(parts, torch.split(whole, [1, 5], -1), strict=True):
         torch.testing.assert_close(part, wanted)
     (bare,) = compute(weights, x, has_bias=False)
     torch.testing.assert_close(bare, x @ weight.T)
@@ -81,7 +81,7 @@ def test_int8_has_a_scale_a_row() -> None:
     codes = torch.randint(-127, 128, (6, 4), dtype=torch.int8)
     scales, x = torch.rand(6) + 0.5, draw(3, 4)
     weights = {"m.weight": codes, "m.per_channel_scale": scales}
-    wanted = torch.split(x @ (codes.float() * scales[:, None]).T, (2, 4), -1)
+    wanted = torch.split(x @ (codes.float() * scales[:, None]).T, [2, 4], -1)
     for part, product in zip(compute(weights, x, (2, 4)), wanted, strict=True):
         torch.testing.assert_close(part, product)
 
@@ -93,7 +93,7 @@ def test_int4_is_packed_otherwise() -> None:
     weights = {"m.weight": torch.from_numpy(int4.pack(numbers)), "m.weights_scaling_factor": scales}
     matrix = (torch.from_numpy(numbers).float() - 8) * scales.repeat_interleave(2, 1)
     products = compute(weights, x, (2, 4))
-    for part, wanted in zip(products, torch.split(x @ matrix.T, (2, 4), -1), strict=True):
+    for part, wanted in zip(products, torch.split(x @ matrix.T, [2, 4], -1), strict=True):
         torch.testing.assert_close(part, wanted)
 
 
