@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import SpecDecError
 from specdec.files.acceptance import Acceptance
 from specdec.files.reading import read_json
-from specdec.files.tensor_file import TensorFile
+from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods.dflash import DFlashParams
 from specdec.methods.eagle import EagleParams
 from specdec.model.tensors import OFFSETS, list_target_tensors
@@ -30,6 +31,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("dtype", "torch_dtype"),
     "quantization": ("quant_method", "quant_algo"),
 }  # fmt: skip
+WEIGHT_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 TREE_SIZES = (1, 2, 4, 8)  # verified tokens for which a promise is told
 
 
@@ -48,13 +50,22 @@ def describe_model(checkpoint: CheckpointConfig) -> dict[str, Any]:
 def describe_folder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers that a folder's config.json and headers give, None for absent ones."""
     numbers = {name: _find_value(config, keys) for name, keys in KEYS.items()}
-    if numbers["draft_vocab_size"] is None and (path / "model.safetensors").is_file():
-        try:
-            offsets = TensorFile(path / "model.safetensors").tensors.get(OFFSETS)
-        except SpecDecError:
-            offsets = None  # the conversion tells why
-        numbers["draft_vocab_size"] = offsets.shape[0] if offsets and offsets.shape else None
+    tensors = _read_header(path)
+    if numbers["draft_vocab_size"] is None and OFFSETS in tensors:
+        numbers["draft_vocab_size"] = math.prod(tensors[OFFSETS].shape)
+    if numbers["dtype"] is None and tensors:
+        largest = max(tensors.values(), key=lambda info: math.prod(info.shape))
+        numbers["dtype"] = largest.dtype
     return numbers
+
+
+def _read_header(path: Path) -> Mapping[str, TensorInfo]:
+    """Return the tensors of a folder's one weight file, none of what cannot be read."""
+    for name in WEIGHT_FILES:
+        if (path / name).is_file():
+            with contextlib.suppress(SpecDecError):  # for which the conversion refuses it
+                return TensorFile(path / name).tensors
+    return {}
 
 
 def describe_drafter(params: Any) -> tuple[str | None, dict[str, Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.errors import SpecDecError, count
+from specdec.errors import SpecDecError, count, cut_middle, make_printable
+
+MAX_LINE = 1000  # most characters of a line: names and values out of files may be of any length
 
 
 def format_report(report: Mapping[str, Any]) -> str:
@@ -20,7 +22,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     if other_entries:
         lines.append(f"do not fit: {len(other_entries)}")
         lines += [line for entry in other_entries for line in _format_entry(entry)]
-    return "\n".join(lines)
+    return "\n".join(make_printable(cut_middle(line, MAX_LINE)) for line in lines)
 
 
 def _format_entry(entry: Mapping[str, Any]) -> Iterator[str]:

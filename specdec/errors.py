@@ -239,6 +239,11 @@ def cut_middle(text: str, limit: int) -> str:
     return f"{text[:head_length]} ... [{len(text) - limit} characters] ... {text[-tail_length:]}"
 
 
+def make_printable(text: str) -> str:
+    """Spell the control sequences for a terminal that names out of a hostile file may hold."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 MAX_NAMES = 10  # most names in one message
 
 

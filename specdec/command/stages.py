@@ -26,7 +26,7 @@ from specdec.command.settings import (
     suggest_option,
     takes_unknown_options,
 )
-from specdec.errors import SpecDecError, UsageError, cut_middle, suggest
+from specdec.errors import SpecDecError, UsageError, cut_middle, make_printable, suggest
 from specdec.methods import METHODS
 from specdec.options import Flag, get_flags, name_flag
 from specdec.system import logs
@@ -425,9 +425,7 @@ def print_error(message: str, hint: str, num_problems: int = 1) -> None:
     for label, text in (("error", message), ("hint", hint)):
         words = " ".join(cut_middle(word, MAX_WORD) for word in text.split())
         line = cut_middle(words, MAX_LINE * min(num_problems, MAX_LISTED))
-        # Names out of a damaged or hostile file may hold control sequences for the terminal.
-        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-        click.echo(f"{label}: {printable}", err=True)
+        click.echo(f"{label}: {make_printable(line)}", err=True)
 
 
 def _end_hanging(error: SpecDecError, status: int, clean_up: Callable[[], None]) -> None:

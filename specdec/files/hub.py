@@ -95,13 +95,14 @@ def list_cached(cache_dir: Path | None = None) -> tuple[list[tuple[str, Path]], 
 
     cache_dir: the user's if not given.
     """
-    import huggingface_hub
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        user_cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
-        cache = huggingface_hub.scan_cache_dir(cache_dir or user_cache)
-    except huggingface_hub.CacheNotFound:
+        cache = scan_cache_dir(cache_dir or Path(constants.HF_HUB_CACHE))
+    except CacheNotFound:
         return [], []
+    except ValueError as error:  # a file in the place of the cache
+        return [], [" ".join(str(error).split())]
     models = []
     for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
         revisions = sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from specdec.convert.hf import HfFolder
 from specdec.convert.pipeline import convert_model
@@ -27,6 +27,7 @@ from tests.conftest import (
     make_mtp_head,
     make_tokenizer,
     read_error_lines,
+    run_cli,
 )
 from tests.convert.checkpoints import set_config
 from tests.convert.test_drafters import FORMATS, LAYERS
@@ -41,7 +42,7 @@ SPARE = "EAGLE-1"  # a drafter of the module's that tests copy
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the Hub that is not there, until a test makes it."""
     folder = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     return folder
 
 
@@ -128,10 +129,8 @@ def test_drafters_with_one_wrong_value(damage: str, models: Path, tmp_path: Path
     for name in names:
         shutil.copytree(models / "drafters" / name, tmp_path / "among" / name)
         set_config(tmp_path / "among" / name, **DAMAGES[damage])
-    # One that fits is among them, so that the status is 0.
-    report = match(
-        "--model-dir", models / "target", "--among", tmp_path / "among", models / "drafters"
-    )
+    whole = models / "drafters" / "Medusa .pt"  # fits, so that the status is 0
+    report = match("--model-dir", models / "target", "--among", tmp_path / "among", whole)
     for name in names:
         folder = tmp_path / "among" / name
         entry, problems = find(report, folder), convert(models / "target", folder)
@@ -140,7 +139,8 @@ def test_drafters_with_one_wrong_value(damage: str, models: Path, tmp_path: Path
 
 def test_numbers_beside_a_verdict(models: Path) -> None:
     drafters = models / "drafters"
-    report = match("--model-dir", models / "target", "--among", drafters)
+    among = [drafters / name for name in ("EAGLE-3 ModelOpt", "EAGLE-3", "EAGLE-1", "Medusa")]
+    report = match("--model-dir", models / "target", "--among", *among)
     assert {name: report["target"][name] for name in ("hidden_size", "num_layers")} == {
         "hidden_size": 64, "num_layers": LAYERS,
     }  # fmt: skip
@@ -148,15 +148,15 @@ def test_numbers_beside_a_verdict(models: Path) -> None:
     assert numbers["feature_layers"] == [1, 3, 4]
     assert (numbers["vocab_size"], numbers["draft_vocab_size"]) == (131, 70)
     assert find(report, drafters / "Medusa")["numbers"]["num_heads"] == 3
-    other = match("--model-dir", models / "other", "--among", drafters, status=1)
-    numbers = find(other, drafters / "EAGLE-3 SpecForge")["numbers"]
+    other = match("--model-dir", models / "other", "--among", *among, status=1)
+    numbers = find(other, drafters / "EAGLE-3 ModelOpt")["numbers"]
     assert (numbers["hidden_size"], numbers["draft_vocab_size"]) == (64, 70)
-    done = run_cli_here("match", "--model-dir", models / "target", "--among", drafters)
+    done = run_cli_here("match", "--model-dir", models / "target", "--among", *among)
     assert (
         f"  {drafters / 'EAGLE-3'}: EAGLE-3, hidden size 64, layers 1, reads layers [1, 3, 4]"
         in (done.stdout)
     )
-    done = run_cli_here("match", "--model-dir", models / "other", "--among", drafters)
+    done = run_cli_here("match", "--model-dir", models / "other", "--among", *among)
     assert "    no: the EAGLE drafter's hidden_size is 64, the target's 32\n" in done.stdout
 
 
@@ -190,6 +190,17 @@ def test_no_candidate_fits(models: Path, tmp_path: Path) -> None:
         assert "--among" in hint
     report = match("--model-dir", target, "--among", tmp_path / "empty", status=1)
     assert report["warnings"] == [f"--among {tmp_path / 'empty'} holds no model and no drafter"]
+
+
+def test_a_process_of_its_own(models: Path, cache: Path) -> None:
+    """Nothing is imported there yet, and the cache is the environment's."""
+    fill_cache(cache, "someone/heads", models / "drafters" / "Medusa")
+    done = run_cli("match", "--model-dir", models / "target", env={"HF_HUB_CACHE": str(cache)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:3] == [
+        "fit: 1 of 1",
+        "  someone/heads (hub cache): Medusa, heads 3, float32",
+    ]
 
 
 def test_what_cannot_be_looked_at(models: Path, tmp_path: Path) -> None:
@@ -418,7 +429,7 @@ def test_cards_are_told_and_nothing_is_invented(models: Path, tmp_path: Path) ->
     told, silent = tmp_path / "told", models / "drafters" / SPARE
     shutil.copytree(silent, told)
     write_promise(told)
-    (told / "README.md").write_text("---\nbase_model: someone/Llama-9-13B\n---\n")
+    (told / "README.md").write_text("---\nbase_model: someone/Llama-9-13B\x1b[2J\n---\n")
     (told / "manifest.json").write_text(json.dumps({"compute": {"model_max_length": 256}}))
     make_tokenizer(told, vocab=120)
     target = make_tokenizer(shutil.copytree(models / "target", tmp_path / "target"), vocab=131)
@@ -428,16 +439,17 @@ def test_cards_are_told_and_nothing_is_invented(models: Path, tmp_path: Path) ->
         "tokens_per_step": {"1": 1.5, "2": 1.75, "4": 2.0}, "num_drafts": 1234,
         "about": {"num_prompts": 8, "prompts_sha256": "0" * 64},
     }  # fmt: skip
-    assert (entry["base_models"], entry["names_target"]) == (["someone/Llama-9-13B"], False)
+    assert (entry["base_models"], entry["names_target"]) == (["someone/Llama-9-13B\x1b[2J"], False)
     base, tokens, length = entry["warnings"]
-    assert "names someone/Llama-9-13B as its target" in base
+    assert "names someone/Llama-9-13B\x1b[2J as its target" in base
     assert "its tokenizer has 120 tokens, the target's 131" in tokens
     assert length == "it was trained on texts of up to 256 tokens, the target has 512 positions"
     silent_entry = find(report, silent)
     assert (silent_entry["acceptance"], silent_entry["base_models"]) == (None, [])
     assert silent_entry["warnings"] == []
     done = run_cli_here("match", "--model-dir", target, "--among", told, silent)
-    assert "    made for someone/Llama-9-13B, by its name another model\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "    made for someone/Llama-9-13B\\x1b[2J, by its name another model\n" in done.stdout
     assert "promises 1.50 with 1 drafted, 1.75 with 2 drafted, 2.00 with 4 drafted tokens" in (
         done.stdout
     )
