@@ -11,9 +11,11 @@ from benchmarks import run_all
 from benchmarks.run_all import list_steps, main, parse_args, run_steps
 
 BENCHMARKS = Path(run_all.__file__).parent
-# grow.py makes models, drafters.py drafters; run_all.py runs the others; field.py needs files
-# that do not ship.
-NO_BENCHMARKS = {"__init__", "field", "grow", "drafters", "pace_share", "run_all"}
+# grow.py makes models, drafters.py drafters; run_all.py runs the others; field.py and
+# training_study.py need files that do not ship.
+NO_BENCHMARKS = {
+    "__init__", "field", "grow", "drafters", "pace_share", "run_all", "training_study",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ["full", "pycode"])
