@@ -55,6 +55,7 @@ def test_which_matrices_are_packed() -> None:
     assert [is_cut(qkv, TensorInfo(kind, (8, 8)), model) for kind in (FLOAT, "int8")] == [
         False, True,
     ]  # fmt: skip
+    assert list_packed({qkv: TensorInfo("int8", (8, 8))}, model) == []
     assert not is_cut(DENSE, TensorInfo("int8", (8, 8)), model)
 
 

@@ -367,9 +367,9 @@ def test_divisors_of_rotary_frequencies() -> None:
 
 def test_queries_turn_in_pairs_as_llama_cpp_has_them(tmp_path: Path) -> None:
     """llama.cpp's own converter: reshape [heads, 2, half, ...] and swap the second and third."""
-    model = make_model(**SIZES | {"head_size": 4})
+    model = make_model(**SIZES | {"head_size": 8})
     generator = np.random.default_rng(0)
-    qkv = generator.normal(size=(32, 8)).astype(np.float32)
+    qkv = generator.normal(size=(64, 8)).astype(np.float32)
     norm = generator.normal(size=8).astype(np.float32)
     arrays = {"transformer.layers.0.attention.qkv.weight": qkv, "transformer.ln_f.weight": norm}
     made = make_source(None, arrays, tmp_path, model)
@@ -377,11 +377,11 @@ def test_queries_turn_in_pairs_as_llama_cpp_has_them(tmp_path: Path) -> None:
     types = gguf.GGMLQuantizationType
     rows = made.tensors["model.layers.0.self_attn.k_proj.weight"]
     turned = gguf_writer.read_tensor(gguf, order, "blk.0.attn_k.weight", rows, types.F32)
-    expected = qkv[16:24].reshape(2, 2, 2, 8).swapaxes(1, 2).reshape(8, 8)
+    expected = qkv[32:48].reshape(2, 2, 4, 8).swapaxes(1, 2).reshape(16, 8)
     np.testing.assert_array_equal(turned, expected)
     values = made.tensors["model.layers.0.self_attn.v_proj.weight"]
     read = gguf_writer.read_tensor(gguf, order, "blk.0.attn_v.weight", values, types.F16)
-    np.testing.assert_array_equal(read, qkv[24:].astype(np.float16))
+    np.testing.assert_array_equal(read, qkv[48:].astype(np.float16))
     # Gemma's norms are one larger in a file; Qwen's queries keep their order.
     rows = made.tensors["model.norm.weight"]
     read = gguf_writer.read_tensor(gguf, order, "output_norm.weight", rows, types.F32)
@@ -390,9 +390,9 @@ def test_queries_turn_in_pairs_as_llama_cpp_has_them(tmp_path: Path) -> None:
     read = gguf_writer.read_tensor(gguf, order, "output_norm.weight", rows, types.F32)
     np.testing.assert_array_equal(read, norm + 1)
     made.model = dataclasses.replace(model, architecture="Qwen2ForCausalLM")
-    rows = TensorRows("transformer.layers.0.attention.qkv.weight", np.arange(16))
+    rows = TensorRows("transformer.layers.0.attention.qkv.weight", np.arange(32))
     read = gguf_writer.read_tensor(gguf, order, "blk.0.attn_q.weight", rows, types.F32)
-    np.testing.assert_array_equal(read, qkv[:16])
+    np.testing.assert_array_equal(read, qkv[:32])
 
 
 def test_types_and_sizes_that_are_announced(tmp_path: Path) -> None:
