@@ -50,8 +50,7 @@ class BuildSettings:
     max_batch_size: int = SIZES(8, minimum=1, maximum=2**16, help="Most requests in one batch.")
     max_input_len: int | None = SIZES(
         minimum=1, maximum=MAX_SIZE,
-        help="Longest prompt in tokens; if not given, --max-seq-len minus 1, or 1024 with"
-        " TensorRT-LLM.",
+        help="Longest prompt in tokens; --max-seq-len minus 1 if not given.",
     )  # fmt: skip
     max_seq_len: int | None = SIZES(
         minimum=2, help="Longest prompt plus output in tokens; the model's limit if not given."

@@ -64,8 +64,7 @@ class CheckpointFolder:
             raise SpecDecError(
                 f"{path} is quantized with {algorithm}",
                 "convert the model that it was made from; taken are unquantized checkpoints and"
-                f" those of {', '.join(filter(None, SUPPORTED_QUANTIZATION))}; W4A16_GPTQ's and the"
-                " SmoothQuant plugin's are laid out by TensorRT-LLM's own operators",
+                f" those of {', '.join(filter(None, SUPPORTED_QUANTIZATION))}",
             )
         self.quantization = checkpoint.quantization
         tp_size = self.model.tp_size

@@ -23,11 +23,9 @@ def find_writer(order: Order) -> Writer:
     writer = RUNTIMES[to].writers.get(kind)
     if writer is None:
         takers = [name for name, runtime in RUNTIMES.items() if kind in runtime.writers]
-        engines = " and TensorRT-LLM's engines" if kind in ("medusa", "redrafter") else ""
         raise SpecDecError(
             f"{RUNTIMES[to].title} does not take {TITLES[kind]}",
-            f"those that do: --to {' or '.join(takers)}, and the torch backend{engines} of"
-            " specdec-build",
+            f"those that do: --to {' or '.join(takers)}, and the torch backend of specdec-build",
         )
     find_lacks(order).raise_all()
     return writer

@@ -12,7 +12,7 @@ from specdec.checkpoint.inventory import describe_quantized, list_tensors
 from specdec.engine.layout import name_offsets
 from specdec.engine.weight_files import check_inventory
 from specdec.errors import Problems, SpecDecError, join_names
-from specdec.files.backends import TENSORRT, TORCH
+from specdec.files.backends import TENSORRT, TORCH, list_worth_telling
 from specdec.files.tensor_file import TensorFile
 from specdec.methods.net import NetParams
 from specdec.model import blocks, int4
@@ -71,8 +71,8 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
          f"{backend} executes {', '.join(ACTIVATIONS)}"),
         (algorithm not in EXECUTED,
          f"the checkpoint is quantized ({algorithm}), which {backend} does not execute",
-         f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32; for"
-         " this one use --backend tensorrt-llm, or convert a published model with --dequantize"),
+         f"it executes {', '.join(filter(None, EXECUTED))}, float16, bfloat16 and float32;"
+         f" {suggest_backends(checkpoint)}convert a published model with --dequantize"),
         (weight_type is not None and quantization.is_quantized,
          f"--quantization {weight_type}: the checkpoint is quantized already"
          f" ({algorithm or quantization.kv_cache_quant_algo})",
@@ -91,6 +91,16 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
          f"--quantization {INT4}: {model.architecture} is a mixture of experts",
          f"use {INT8}, or leave it out: experts have no four-bit form yet"),
     )  # fmt: skip
+
+
+def suggest_backends(checkpoint: CheckpointConfig) -> str:
+    """Return the part of a hint that names the other backends here that take a checkpoint."""
+    flags = []
+    for backend in list_worth_telling(is_asked=False):
+        problems = backend.load("support").find_checkpoint_problems(checkpoint)
+        if problems is not None and not problems:
+            flags.append(f"--backend {backend.name}")
+    return f"use {join_names(flags)}, or " if flags else ""
 
 
 def will_compile(settings: BuildSettings) -> bool:
@@ -219,7 +229,7 @@ def check_copies(source: TensorFile, names: Iterable[str]) -> None:
             raise SpecDecError(
                 f"{source.path}: {name} differs from {first_name}; the torch backend runs one EAGLE"
                 " net for all levels of a tree",
-                "use the tensorrt-llm backend, which runs one each",
+                "convert the target and one drafter again, whose net is copied for each level",
             )
 
 

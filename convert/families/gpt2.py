@@ -31,7 +31,9 @@ MODULES: dict[str, tuple[str | SourceRows, ...]] = {
 def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     """Read a GPT-2 config.json; an absent optional field has the value transformers gives it."""
     values = read_plain_heads(reader, "n_head", "n_embd", "gelu_new")
-    remedy = "TensorRT-LLM's GPT-2 computes otherwise; this model is not supported"
+    remedy = (
+        "this variant of GPT-2 is not supported; the usual ones scale scores by the head's size"
+    )
     refuse_unless(reader, "scale_attn_weights", True, remedy=remedy)
     for key in (
         "scale_attn_by_inverse_layer_idx",

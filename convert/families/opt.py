@@ -59,8 +59,8 @@ def read_config(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
         values["use_parallel_embedding"] = False  # as TensorRT-LLM's converter has it
         if layout.use_parallel_embedding:
             logger.warning(
-                "%s: --use-parallel-embedding has no effect: TensorRT-LLM's converter leaves"
-                " embedding and positions whole where word_embed_proj_dim is not hidden_size",
+                "%s: --use-parallel-embedding has no effect: embedding and positions stay whole"
+                " where word_embed_proj_dim is not hidden_size",
                 reader.path,
             )
     plain_arithmetic = ARCHITECTURES["OPTForCausalLM"]

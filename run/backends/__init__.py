@@ -1,1 +1,1 @@
-"""TensorRT-LLM's runtimes, as specdec-run calls them."""
+"""Opened engines of each backend, as specdec-run calls them."""

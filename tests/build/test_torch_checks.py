@@ -67,6 +67,18 @@ def test_settings_and_checkpoints_that_torch_does_not_take(
     assert caught.value.message == fact
 
 
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_another_backend_is_named_where_it_is_installed(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.trtllm.support.is_installed", lambda: is_installed)
+    raw = {"architecture": NVFP4.model.architecture, "num_attention_heads": 4}
+    checkpoint = dataclasses.replace(NVFP4, raw=raw)
+    ((_, hint),) = torch_checks.find_problems(BuildSettings(), checkpoint)
+    assert ("use --backend tensorrt-llm, or convert a published model" in hint) == is_installed
+    assert ("tensorrt-llm" in hint) == is_installed
+
+
 def test_what_torch_takes() -> None:
     for checkpoint in (PLAIN, QUANTIZED, MEDUSA):
         assert torch_checks.find_problems(BuildSettings(), checkpoint) == []

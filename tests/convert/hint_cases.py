@@ -95,7 +95,8 @@ MODELS = [
          keys(hidden_activation="gelu"), keys(hidden_activation="gelu_pytorch_tanh")),
     Case("no Gemma 3 caps its scores, and transformers takes no notice of it: give null",
          "gemma3", keys(attn_logit_softcapping=50.0), keys(attn_logit_softcapping=None)),
-    Case("TensorRT-LLM's GPT-2 computes otherwise; this model is not supported", "gpt2",
+    Case("this variant of GPT-2 is not supported; the usual ones scale scores by the head's size",
+         "gpt2",
          keys(scale_attn_weights=False), None),
     Case("this variant of OPT is not supported; the usual ones have all norms, with weights",
          "opt", keys(layer_norm_elementwise_affine=False), None),
@@ -255,8 +256,7 @@ CHECKPOINTS = [
          put("llama", "checkpoint", converts=True, pp_size=2),
          put("llama", "checkpoint", converts=True)),
     Case("convert the model that it was made from; taken are unquantized checkpoints and those of"
-         " {}; W4A16_GPTQ's and the SmoothQuant plugin's are laid out by TensorRT-LLM's own"
-         " operators", "checkpoint",
+         " {}", "checkpoint",
          section("checkpoint", name="quantization", quant_algo="W4A16_GPTQ"), again),
     Case("take both from the same conversion", "checkpoint",
          keys("checkpoint", intermediate_size=96), again),
