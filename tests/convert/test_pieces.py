@@ -240,7 +240,8 @@ REPORT: dict[str, Any] = {
     "architecture": "LlamaForCausalLM", "method": "plain", "output_dir": "out", "dtype": "float16",
     "trtllm_version": "1.2", "backends": ["torch", "tensorrt-llm"], "lack": "it has no norm",
     "quant_algo": "FP8", "kv_cache_quant_algo": None, "tp_size": 1, "pp_size": 1,
-    "num_tensors": 9, "left_out": {"visual": 2}, "warnings": ["odd"], "sources": ["a/b"], "total_bytes": 1_234_567_890,
+    "num_tensors": 9, "left_out": {"visual": 2}, "warnings": ["odd"], "sources": ["a/b"],
+    "total_bytes": 1_234_567_890,
     "files": [{"path": "rank0.safetensors", "bytes": 1_234_567_890}, {"path": "config.json"}],
     "buffer_bytes": 64_000_000, "hash_seconds": 1.25,
 }  # fmt: skip
