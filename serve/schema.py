@@ -250,7 +250,7 @@ class GenerationBody(Body):
     min_p: float | None = _prompt_setting("min_p")
     presence_penalty: float | None = _prompt_setting("presence_penalty")
     frequency_penalty: float | None = _prompt_setting("frequency_penalty")
-    speculation: bool | None = _prompt_setting("speculation")
+    speculation: bool | Mapping[str, Any] | None = _prompt_setting("speculation")
     repetition_penalty: float | None = _prompt_setting("repetition_penalty")
     add_special_tokens: bool | None = _prompt_setting("add_special_tokens")
     stop_token_ids: list[int] | None = _prompt_setting("stop_token_ids")

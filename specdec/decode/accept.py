@@ -60,6 +60,14 @@ class Candidates:
         confidence = None if self.confidence is None else self.confidence[nodes]
         return Candidates(self.tree.keep(nodes), self.draft_probs, confidence, self.source)
 
+    def limit(self, max_tokens: int | None) -> Candidates:
+        """Keep the first tokens of a draft, whatever they are; None keeps all."""
+        if max_tokens is None or self.tree.num_draft_tokens <= max_tokens:
+            return self
+        kept = self.keep(np.arange(max_tokens + 1))
+        probs = None if self.draft_probs is None else self.draft_probs[:max_tokens]
+        return dataclasses.replace(kept, draft_probs=probs)
+
     def make_chain(self) -> Candidates:
         """Keep the likeliest path: at a fork the child of most confidence, else the first."""
         parents = self.tree.parents

@@ -38,7 +38,7 @@ from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.native_matrices import Weight
 from specdec.engine.verification import Verification
 from specdec.engine.weight_files import find_engine_problems
-from specdec.errors import Problems, UsageError
+from specdec.errors import Problems, UsageError, join_names, shorten
 from specdec.files.backends import BACKENDS, TENSORRT, read_backend
 from specdec.files.engine_cache import EngineUse
 from specdec.model.tensors import EMBEDDING
@@ -161,7 +161,25 @@ class TorchEngine:
             rotary, total = self.decoder.rotary, length + request.max_output_len
             if rotary is not None and (fault := rotary.check_request(length, total)):
                 problems.add(f"{request.name}: {fault[0]}", fault[1], "text")
+            self._check_drafting(request, problems)
         problems.raise_all()
+
+    def _check_drafting(self, request: Request, problems: Problems) -> None:
+        """Note where a request asks for drafts that this engine does not make."""
+        names = self.method.split(",") if self.drafter.max_draft_tokens else []
+        if request.draft_method is not None and request.draft_method not in names:
+            problems.add(
+                f"{request.name} asks for drafts by {shorten(request.draft_method)}, and this"
+                f" engine drafts by {join_names(names) if names else 'nothing'}",
+                f"give one of {join_names(names)}" if names else "leave the method out",
+                "speculation",
+            )
+        if request.max_draft_tokens is not None and self.drafter.is_indivisible:
+            problems.add(
+                f"{request.name} limits its drafts to {request.max_draft_tokens} tokens, and"
+                f" {self.method} verifies a draft whole or not at all",
+                "leave max_tokens of speculation out", "speculation",
+            )  # fmt: skip
 
     def open_draft_engine(self, folder: Path, devices: Sequence[int] | None) -> EngineHandle:
         """Load the engine folder of a draft model, on the kind of device that this engine uses."""

@@ -226,6 +226,7 @@ class Batch:
             draft = by_request.get(request) or Candidates(make_root(request.output_ids[-1]))
             if drafter.chains_only:
                 draft = draft.make_chain()
+            draft = draft.limit(request.request.max_draft_tokens)
             if draft.tree.num_draft_tokens and request.grammar and not drafter.is_indivisible:
                 draft = draft.prune(request.grammar)
             candidates.append(draft)

@@ -216,9 +216,17 @@ def _make_request(
         # To choose the best of several outputs takes the log-probabilities of their tokens.
         num_logprobs=prompt.logprobs or 0 if (prompt.best_of or 1) > 1 else prompt.logprobs,
         wants_prompt_logprobs=bool(prompt.prompt_logprobs),
-        drafts=prompt.speculation is not False,
+        **_read_speculation(prompt.speculation),
         keep_trees=bool(prompt.keep_trees),
     )
+
+
+def _read_speculation(speculation: bool | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return who drafts for a prompt and how much, by the fields of a request."""
+    if not isinstance(speculation, Mapping):
+        return {"drafts": speculation is not False}
+    method, max_tokens = speculation.get("method"), speculation.get("max_tokens")
+    return {"draft_method": method, "max_draft_tokens": max_tokens}
 
 
 def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:

@@ -42,8 +42,10 @@ class Request:
     form: what else of its tokens is text.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
     wants_prompt_logprobs: whether to tell the same of the prompt, which is then read whole, not
-    taken from the cache. drafts: False decodes one token per step. keep_trees: return the tree of
-    every step. grammar: what the output keeps to.
+    taken from the cache. drafts: False decodes one token per step. draft_method: the one of the
+    engine's methods that drafts, None for all. max_draft_tokens: tokens of a step's draft that are
+    verified at most, None for the engine's. keep_trees: return the tree of every step. grammar:
+    what the output keeps to.
     """
 
     index: int
@@ -57,6 +59,8 @@ class Request:
     num_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
     drafts: bool = True
+    draft_method: str | None = None
+    max_draft_tokens: int | None = None
     keep_trees: bool = False
     grammar: Grammar | None = None
 

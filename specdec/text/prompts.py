@@ -88,6 +88,14 @@ def _number(low: float, high: float) -> Check:
     return lambda v: _is_number(v, low, high), f"a number from {low} to {high}"
 
 
+def _is_speculation(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return isinstance(value, bool)
+    method, max_tokens = value.get("method"), value.get("max_tokens")
+    is_known = set(value) <= {"method", "max_tokens"} and (method is None or _is_text(method))
+    return is_known and (max_tokens is None or _is_count(max_tokens, 1))
+
+
 def _field(check: Check) -> Any:
     """Make the field of a prompt's setting, with the check of its values."""
     return dataclasses.field(default=None, metadata={"check": check})
@@ -114,6 +122,9 @@ BIAS: Check = (
     lambda v: isinstance(v, dict) and all(_is_count(k) and _is_number(v[k], -100, 100) for k in v),
     "numbers from -100 to 100 by token id",
 )
+SPECULATION: Check = (
+    _is_speculation, 'true, false or {"method": a text, "max_tokens": a whole number of at least 1}'
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,11 +154,12 @@ class Prompt:
     one's; None returns none. prompt_logprobs: whether to return those of the prompt's tokens too,
     which takes reading it whole. best_of: so many outputs are made, with consecutive seeds, and the
     one with the highest sum of log-probabilities is returned; not of streams. speculation: False
-    drafts nothing for this prompt. keep_trees: let the events of a stream have the tree of each
-    step. grammar: what the text keeps to: {"json_schema": {...}}, {"json_object": True}, {"regex":
-    "..."}, {"choice": ["...", "..."]} or {"lark": "..."}. Between the parts of a JSON text there is
-    at most the white space that json.dumps writes; {"x-guidance": {"whitespace_flexible": True}} in
-    its schema allows all.
+    drafts nothing for this prompt; {"method": ..., "max_tokens": N} lets one of the engine's own
+    methods draft, or at most N tokens a step. keep_trees: let the events of a stream have the tree
+    of each step. grammar: what the text keeps to: {"json_schema": {...}}, {"json_object": True},
+    {"regex": "..."}, {"choice": ["...", "..."]} or {"lark": "..."}. Between the parts of a JSON
+    text there is at most the white space that json.dumps writes; {"x-guidance":
+    {"whitespace_flexible": True}} in its schema allows all.
     """
 
     text: str | None = _field(
@@ -187,7 +199,7 @@ class Prompt:
     logprobs: int | None = _field(_count(0, MAX_LOGPROBS))
     prompt_logprobs: bool | None = _field(BOOL)
     best_of: int | None = _field(_count(1, 128))
-    speculation: bool | None = _field(BOOL)
+    speculation: bool | Mapping[str, Any] | None = _field(SPECULATION)
     keep_trees: bool | None = _field(BOOL)
     grammar: Mapping[str, Any] | None = _field(OBJECT)
 

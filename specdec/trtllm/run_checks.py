@@ -242,6 +242,8 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
          "logprobs"),
         (not request.drafts and folder.mode is not None,
          f"{label} asks for decoding without drafts{unoffered}", remedy, "speculation"),
+        (request.draft_method is not None or request.max_draft_tokens is not None,
+         f"{label} chooses how it is drafted for{unoffered}", remedy, "speculation"),
         (request.grammar is not None, f"{label} asks for structured output{unoffered}", remedy,
          "grammar"),
         (samples and params.top_k > MAX_TOP_K,

@@ -139,6 +139,49 @@ def test_both_ways_give_what_transformers_gives(
             assert [t for event in stream for t in event.token_ids] == tokens[5:]
 
 
+@pytest.mark.parametrize("method", ["redrafter", "medusa", "mtp", "draft_target, logits", "chain"])
+def test_a_prompt_limits_its_drafts(folder: Path, expected: list[list[int]], method: str) -> None:
+    """At most so many tokens a step, beside prompts without a limit: the text stays."""
+    with load(folder, method) as engine:
+        prompts = [
+            Prompt(token_ids=ids, speculation={"max_tokens": 2} if n % 2 else None)
+            for n, ids in enumerate(PROMPTS)
+        ]
+        outputs = engine.generate(prompts, max_output_len=LIMIT, end_ids=())
+        assert [output.token_ids for output in outputs] == expected
+        counts = [output.stats for output in outputs[1::2]]
+        assert all(s.num_draft_tokens <= 2 * s.num_verify_steps for s in counts)
+        assert sum(s.num_draft_tokens for s in counts) > 0
+        assert any(o.stats.num_draft_tokens > 2 * o.stats.num_verify_steps for o in outputs[::2])
+        sampled = [
+            engine.generate(
+                [Prompt(token_ids=PROMPTS[0], temperature=1.0, seed=5, speculation=speculation)],
+                max_output_len=LIMIT,
+            )[0].stats
+            for speculation in ({"max_tokens": 1}, True)
+        ]  # fmt: skip
+        assert sampled[0].num_draft_tokens <= sampled[0].num_verify_steps
+
+
+def test_a_prompt_chooses_its_drafter(folder: Path, expected: list[list[int]]) -> None:
+    with load(folder, "chain") as engine:
+        for name in ("suffix+medusa", "prompt_lookup"):
+            prompts = [Prompt(token_ids=ids, speculation={"method": name}) for ids in PROMPTS]
+            outputs = engine.generate(prompts, max_output_len=LIMIT, end_ids=())
+            assert [output.token_ids for output in outputs] == expected
+            assert sum(output.stats.num_draft_tokens for output in outputs) > 0
+        with pytest.raises(PromptError, match=r"by 'eagle'.*by suffix\+medusa, prompt_lookup") as e:
+            engine.generate([Prompt(token_ids=[5], speculation={"method": "eagle"})])
+        assert e.value.field == "speculation"
+        for wrong in ({"max_tokens": 0}, {"method": ""}, {"tokens": 3}, 3):
+            with pytest.raises(PromptError, match="true, false or"):
+                engine.generate([Prompt(token_ids=[5], speculation=wrong)])  # type: ignore[arg-type]
+    with load(folder, "lookahead") as engine, pytest.raises(PromptError, match="whole or not"):
+        engine.generate([Prompt(token_ids=[5], speculation={"max_tokens": 2})])
+    with load(folder, "plain") as engine, pytest.raises(PromptError, match="drafts by nothing"):
+        engine.generate([Prompt(token_ids=[5], speculation={"method": "redrafter"})])
+
+
 def check_origins(output: specdec.Output, *, is_plain: bool) -> None:
     """One a token, as the statistics count them, the prompt's own token first."""
     assert len(output.origins) == len(output.token_ids)

@@ -215,3 +215,36 @@ def test_a_stream_that_fails_ends_with_an_error(folder: Path, tokenizer_dir: str
         lines = read_lines(url, "/api/generate", model=MODEL, prompt="hi", ignore_eos=True)
         assert lines[-1] == {"error": "the request took more than 0.1 seconds"}
         assert post(url, "/api/chat", **BODY | {"options": {"num_predict": 1}})["done"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 9, "temperature": 0}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 9, "temperature": 0}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 9, "temperature": 0}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 9, "temperature": 0}),
+        ("/api/chat", BODY), ("/api/generate", PROMPT),
+        ("/api/generate", {**PROMPT, "raw": True}),
+    ],
+)  # fmt: skip
+def test_each_protocol_controls_speculation(url: str, path: str, body: dict[str, Any]) -> None:
+    """None, less, by name; a method that the engine lacks is an error with those that it has."""
+
+    def count(speculation: Any) -> tuple[list[int], float]:
+        answer = post(url, path, **body, speculation=speculation)
+        told = answer["metrics"]["speculative_decoding"]
+        return told["per_step_drafted"], told["mean_acceptance_length"]
+
+    whole, length = count(True)
+    assert max(whole) > 3
+    assert length >= 1
+    assert max(count({"method": "redrafter", "max_tokens": 3})[0]) == 3
+    assert count({"method": "redrafter"})[0] == whole
+    assert set(count(False)[0]) == {0}
+    answer = CLIENT.post(url + path, json={**body, "speculation": {"method": "eagle"}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert "speculation" in (error.get("param", message) if isinstance(error, dict) else message)
+    assert "'eagle', and this engine drafts by redrafter" in message

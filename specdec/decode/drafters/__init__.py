@@ -288,6 +288,7 @@ def _pace_groups(
     return PacedDrafter(
         groups, find_costs(groups, options), is_fixed=not drafting.has_budget, record=record,
         recorded_drafter=has_weights.index(True) if any(has_weights) else 0,
+        names=[name_methods((group,)) for group in methods],
     )  # fmt: skip
 
 

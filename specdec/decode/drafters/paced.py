@@ -35,16 +35,17 @@ class PacedDrafter(Drafter):
 
     def __init__(
         self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
-        record: Acceptance | None = None, recorded_drafter: int = 0,
+        record: Acceptance | None = None, recorded_drafter: int = 0, names: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Join drafters under one pace.
 
-        groups: they draft by turns, the cheapest first; the members of one share a tree.
+        groups: they draft by turns, the cheapest first; the members of one share a tree. names: of
+        the groups, by which requests choose one; none where no request chooses or limits.
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
         every step, and all of it is verified. record, recorded_drafter: as in `Pace`.
         """
         self.members = members = [drafter for group in groups for drafter in group]
-        self.groups, self.is_fixed = groups, is_fixed
+        self.groups, self.is_fixed, self.names = groups, is_fixed, names
         self.max_draft_depth = max(member.max_draft_depth for member in members)
         self.follows_prompts = any(member.follows_prompts for member in members)
         self.follows_last = any(member.follows_last for member in members)
@@ -63,7 +64,7 @@ class PacedDrafter(Drafter):
     def fit_budget(self) -> PacedDrafter:
         """Return the members as they draft where only what is worth its time is verified."""
         groups = [[member.fit_budget() for member in group] for group in self.groups]
-        return PacedDrafter(groups, self.pace.costs)
+        return PacedDrafter(groups, self.pace.costs, names=self.names)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was learned of acceptance, and the account, go on."""
@@ -112,8 +113,15 @@ class PacedDrafter(Drafter):
         self._instruct()
         rows = list(range(len(requests)))
         for group in range(len(self.groups)):
-            if rows and self._is_worth(group, len(rows)):
-                rows = self._draft(group, requests, rows)
+            asked_rows = [row for row in rows if self._may_draft(group, requests[row])]
+            if asked_rows and self._is_worth(group, len(asked_rows)):
+                left_rows = self._draft(group, requests, asked_rows)
+                rows = sorted({*rows} - {*asked_rows} | {*left_rows})
+        if self.names:
+            self._drafts = [
+                candidates.limit(request.request.max_draft_tokens)
+                for candidates, request in zip(self._drafts, requests, strict=True)
+            ]
         if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
             self._cut_drafts()
         return self._drafts
@@ -141,6 +149,10 @@ class PacedDrafter(Drafter):
             if not self.is_fixed:
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
+
+    def _may_draft(self, group: int, request: ActiveRequest) -> bool:
+        """Return whether a request lets a group draft for it."""
+        return not self.names or request.request.draft_method in (None, self.names[group])
 
     def _is_worth(self, group: int, num_left: int) -> bool:
         """Return whether to ask a group at all."""
