@@ -41,6 +41,8 @@ class Client(NamedTuple):
 CLIENTS = (
     Client("openai", "openai_client"),
     Client("openai-agents", "openai_agents_client"),
+    Client("anthropic", "anthropic_client", ("anthropic", "pydantic")),
+    Client("ollama", "ollama_client"),
     Client("litellm", "litellm_client"),
     Client("langchain-openai", "langchain_openai_client"),
     Client("llama-index-llms-openai-like", "llama_index_client"),

@@ -111,6 +111,13 @@ class PacedDrafter(Drafter):
             return []
         self._drafts, self._draft_calls = list_roots(requests), []
         self._instruct()
+        self._draft_by_turns(requests)
+        if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
+            self._cut_drafts()
+        return self._drafts
+
+    def _draft_by_turns(self, requests: Sequence[ActiveRequest]) -> None:
+        """Ask the groups in order, each for requests that let it draft, and limit the drafts."""
         rows = list(range(len(requests)))
         for group in range(len(self.groups)):
             asked_rows = [row for row in rows if self._may_draft(group, requests[row])]
@@ -122,9 +129,6 @@ class PacedDrafter(Drafter):
                 candidates.limit(request.request.max_draft_tokens)
                 for candidates, request in zip(self._drafts, requests, strict=True)
             ]
-        if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
-            self._cut_drafts()
-        return self._drafts
 
     def _plan(self, requests: Sequence[ActiveRequest]) -> bool:
         """Return whether the pace lets the step draft."""
