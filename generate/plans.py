@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import __version__
 from specdec.command.stages import load_command
-from specdec.errors import Problems
+from specdec.errors import Problems, UsageError
 from specdec.files.backends import BACKENDS, TORCH, Backend, choose_default
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
@@ -178,15 +178,22 @@ def check_decoding(
         read_drafting,
         refuse_trees,
     )
+    from specdec.decode.drafters.defaults import add_suffixes
     from specdec.decode.drafters.eagle import check_choices
     from specdec.decode.ranks.part import choose_device
     from specdec.text.vocabulary_check import ModelTokens, check_vocabularies
 
-    choose_device(settings.device, 1)
+    device = choose_device(settings.device, 1)
     if settings.no_speculation:
         return
-    drafting, params = read_drafting(run, tokenizer), engines[0].checkpoint.drafter
+    params = engines[0].checkpoint.drafter
+    drafting = add_suffixes(engines[0], read_drafting(run, tokenizer), device.type)
     methods = choose_methods(engines[0], drafting)
+    if settings.show_drafts and not methods:
+        raise UsageError(
+            "--show-drafts, and nothing drafts",
+            "give a drafter or --draft-model-dir, or leave it out",
+        )
     if isinstance(params, EagleParams) and settings.eagle_choices is not None:
         check_choices(drafting.options["eagle"].choices, params)
     with logs.hush("specdec", logging.ERROR):

@@ -160,11 +160,6 @@ def check_drafters(settings: GenerateSettings, typed_names: list[str]) -> None:
     drafters = [names[0] for names in typed_ways if names]
     if len(drafters) > 1:
         raise UsageError(f"{_join(drafters)} exclude one another", "give one of them")
-    if settings.show_drafts and not drafters:
-        raise UsageError(
-            "--show-drafts, and nothing drafts",
-            "give a drafter, --draft-model-dir or --suffix-max-tokens 8, or leave it out",
-        )
 
 
 def _advise_prompt(lists: list[str]) -> str:

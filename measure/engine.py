@@ -156,7 +156,8 @@ def open_bench(settings: DecodeSettings) -> Bench:
     if core.method == "plain":
         core.close()
         raise SpecDecError(
-            f"{settings.engine_dir} is a plain engine: there is no speculation to measure",
-            "give an engine with a drafter, or --draft-engine-dir",
+            f"{settings.engine_dir} is a plain engine, for which nothing drafts here by itself: there"
+            " is no speculation to measure",
+            "give an engine with a drafter, --draft-engine-dir, or --suffix-max-tokens 15",
         )
     return Bench(core, tokenizer)

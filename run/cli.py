@@ -121,7 +121,9 @@ def format_stats(stats: dict[str, Any]) -> str:
         line += f", {stats['acceptance_length']:.2f} tokens per verify step"
     drafted, steps = stats["num_drafted_steps"], stats["num_verify_steps"]
     is_told = stats["method"] != "plain" and drafted is not None
-    if is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
+    if is_told and steps and not drafted:
+        line += ", nothing drafted: the speed is plain decoding's"
+    elif is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
         line += f", nothing drafted in {steps - drafted} of {steps}"
     if profile := stats.get("profile_seconds"):
         part_times = [

@@ -74,7 +74,7 @@ def run_engine(
         longest_prompt = max(len(request.input_ids) for request in inputs.requests)
         sizes = {"num_prompts": inputs.num_prompts, "longest": longest_prompt}
         return {"dry_run": True, **about, **sizes}
-    engine.load()
+    engine.load(inputs.requests)
     logger.info("generating for %s", count(inputs.num_prompts, "prompt"))
     return generate_report(engine, about, inputs, write)
 

@@ -126,7 +126,8 @@ def even_costs() -> Iterator[None]:
     from tests.costs import make_costs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_costs", lambda *given: make_costs(len(given[3])))
+        for name in ("find_costs", "find_kept_costs"):
+            patch.setattr(engine, name, lambda *given: make_costs(len(given[3])))
         yield
 
 

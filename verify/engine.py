@@ -14,6 +14,8 @@ import numpy as np
 
 from specdec.command.settings import need
 from specdec.decode.api import Engine
+from specdec.decode.drafters import read_drafting
+from specdec.decode.drafters.defaults import add_suffixes
 from specdec.decode.outputs import Output
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.requests import sum_stats
@@ -223,14 +225,23 @@ def open_tokenizers(engine_dir: Path, texts_dir: str) -> tuple[Any, Any]:
 
 
 def draft_always(settings: VerifySettings, engine: EngineConfig) -> VerifySettings:
-    """Fix the draft budget where no option sets it: steps without drafts would prove nothing."""
+    """Fix the draft budget where no option sets it: steps without drafts would prove nothing.
+
+    Where only suffixes draft in a run, they draft.
+    """
     pair = as_options(settings, DraftTargetDraft)
     length = pair.draft_len or pair.draft_target_model_config or pair.draft_tree_tokens
     if pair.draft_len == "auto" or (pair.draft_engine_dir is not None and length is None):
         return settings  # the length of such drafts follows their acceptance
-    if as_options(settings, BudgetDraft).draft_budget or not uses_drafts(settings, engine):
+    if as_options(settings, BudgetDraft).draft_budget or settings.no_speculation:
         return settings
     options: dict[str, Any] = {"draft_budget": "fixed"}
+    if not uses_drafts(settings, engine):
+        device = choose_device(settings.device, engine.checkpoint.model.tp_size).type
+        drafting = add_suffixes(engine, read_drafting(settings, None), device)
+        if (suffixes := drafting.options.get("suffix")) is None:
+            return settings
+        options["suffix_max_tokens"] = suffixes.max_tokens
     return dataclasses.replace(settings, **options)
 
 
@@ -330,7 +341,8 @@ def open_engine(
         engine_dir=need(settings.engine_dir), device=settings.device,
         tokenizer_dir=None if tokenizer is None else find_tokenizer(need(settings.engine_dir))
         or localize(need(settings.model_dir)),
-        no_speculation=not speculate, **options if speculate else {},
+        no_speculation=settings.no_speculation or not speculate,
+        **options if speculate else {},
     )  # fmt: skip
     with Engine.open(decode, tokenizer) as engine:
 

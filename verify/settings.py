@@ -64,6 +64,11 @@ class VerifySettings:
     max_output_len: int = ENGINE_TEXT(
         64, minimum=1, metavar="N", help="New tokens to compare for each prompt."
     )
+    no_speculation: bool = like(
+        DecodeSettings, "no_speculation",
+        "Compare the text of plain decoding; otherwise what drafts in a run drafts in every step.",
+        group="An engine's text",
+    )  # fmt: skip
     num_alone: int = ENGINE_TEXT(
         2, minimum=0, metavar="N",
         help="How many prompts are also run alone, to compare them with the batch.",

@@ -42,9 +42,9 @@ class RequestRunner(Protocol):
 class OpenedEngine:
     """Engine folder that was opened: what runs it, what describes it.
 
-    load: what is to be done before requests run, and not for a dry run.
+    load: what is to be done before requests run, for these, and not for a dry run.
     """
 
     runner: RequestRunner
     core: EngineCore
-    load: Callable[[], object]
+    load: Callable[[Sequence[Request]], object]

@@ -66,7 +66,7 @@ def open_engine(
             "leave it out",
         )
     engine = TensorRTLLMEngine(settings, options, tokenizer)
-    return OpenedEngine(engine, engine, engine.load)
+    return OpenedEngine(engine, engine, lambda _: engine.load())
 
 
 class TensorRTLLMEngine:

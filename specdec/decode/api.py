@@ -122,7 +122,7 @@ class Engine:
             )
         return cls.open(
             settings, tokenizer, max_batch_size=max_batch_size, max_seq_len=max_seq_len,
-            prompt_chunk=prompt_chunk,
+            prompt_chunk=prompt_chunk, measures_late=True,
         )  # fmt: skip
 
     @classmethod
@@ -134,11 +134,13 @@ class Engine:
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         prompt_chunk: int | Literal["auto"] | None = None,
+        measures_late: bool = False,
     ) -> Engine:
         """Load an engine as `load` does, by the settings of a command that decodes.
 
         tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
-        a process of a launcher, this is rank 0, which the others follow.
+        a process of a launcher, this is rank 0, which the others follow. measures_late: as in
+        `TorchEngine`.
         """
         if not (backend := find_backend(settings.engine_dir)).is_loadable:
             raise SpecDecError(
@@ -158,7 +160,7 @@ class Engine:
         settings = dataclasses.replace(settings, tokenizer_dir=folder)
         tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
-        core = load_engine(settings, tokenizer)
+        core = load_engine(settings, tokenizer, measures_late=measures_late)
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
         except BaseException:
@@ -302,6 +304,9 @@ class Engine:
                 request = prompt
             else:
                 (request,) = self._make_requests(core, [prompt], make_defaults(settings), ONLY)
+            is_idle = self._batch is None or not self._batch.is_busy
+            if is_idle and core.begin_drafts([request]):
+                self._batch = None  # in which nothing drafts
             if self._batch is None:
                 self._batch = self._make_batch(core)
             return Stream(self, self._batch, self._batch.submit(request))

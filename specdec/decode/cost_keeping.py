@@ -45,10 +45,10 @@ def find_costs(
 
     groups: of `PacedDrafter`; none for plain steps alone. drafting: what else drafts depend on.
     """
+    kept = find_kept_costs(folder, config, decoder, groups, drafting)
+    if kept is not None:
+        return kept
     key = describe_key(config, decoder, groups, drafting)
-    for path in list_paths(folder, key):
-        if (table := read_kept_table(path, key)) is not None:
-            return table
     start_time, build = time.monotonic(), config.build
     measuring = Measuring(
         decoder, [[drafter.make_twin() for drafter in group] for group in groups],
@@ -62,6 +62,16 @@ def find_costs(
     else:
         logger.info("other programs delayed them: they are measured again at the next load")
     return table
+
+
+def find_kept_costs(
+    folder: Path, config: EngineConfig, decoder: Decoder, groups: Sequence[Sequence[Drafter]],
+    drafting: Mapping[str, str],
+) -> CostTable | None:  # fmt: skip
+    """Return the table that was kept, as `find_costs` does; None where nothing is measured yet."""
+    key = describe_key(config, decoder, groups, drafting)
+    tables = (read_kept_table(path, key) for path in list_paths(folder, key))
+    return next((table for table in tables if table is not None), None)
 
 
 def describe_key(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.cost_keeping import find_costs
+from specdec.decode.cost_keeping import find_costs, find_kept_costs
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters import (
     Drafting,
@@ -23,6 +24,7 @@ from specdec.decode.drafters import (
     uses_drafter,
 )
 from specdec.decode.drafters.base import Drafter, EngineHandle
+from specdec.decode.drafters.defaults import add_suffixes
 from specdec.decode.loop import Options, generate
 from specdec.decode.ranks.leader import LeadingDecoder, open_decoder
 from specdec.decode.ranks.part import choose_device, is_packed, list_options
@@ -45,6 +47,8 @@ from specdec.model.tensors import EMBEDDING
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
+# New tokens, of all texts of a call together, for which a plain engine measures nothing by itself.
+SHORT_TEXT = 64
 
 
 class TorchEngine:
@@ -63,12 +67,15 @@ class TorchEngine:
         devices: Sequence[int] | None = None,
         speculate: bool = True,
         drafting: Drafting | None = None,
+        measures_late: bool = False,
         recorder: CudaRecorder | None = None,
     ) -> None:
         """Load an engine folder, start its other ranks, and make its drafter.
 
         speculate: False decodes one token per step. recorder: of graphs on devices without one.
-        drafting: None lets the checkpoint's own drafter draft, if it has one.
+        drafting: None lets the checkpoint's own drafter draft, if it has one. measures_late: where
+        only suffixes draft, and without being asked for, what they cost is measured before the
+        first texts of more than `SHORT_TEXT` tokens, and nothing drafts until then.
         """
         start_seconds = time.perf_counter()
         self.folder = folder
@@ -78,14 +85,17 @@ class TorchEngine:
         self._use, self._verification = EngineUse(folder), Verification(folder)
         self._draft: EngineHandle | None = None
         self.graphs: Graphs | None = None
+        self._make_later: Callable[..., Drafter] | None = None  # if measuring is put off
         self.load_seconds = 0.0
         self._ranks = open_ranks(tp_size)  # they start while this one loads
         if self._ranks is not None:
             self._ranks.join()
         try:
+            if drafting is not None and speculate:
+                drafting = add_suffixes(self.config, drafting, self.device.type)
             methods = choose_methods(self.config, drafting) if speculate else ()
             weights = self._load(folder, recorder, methods)
-            self.drafter: Drafter = make_drafter(self, methods, weights, drafting, self._find_costs)
+            self._make_drafts(methods, weights, drafting, measures_late=measures_late)
             self.method = name_methods(methods)
             if not self._verification.is_long:
                 self.check_whole()
@@ -130,6 +140,43 @@ class TorchEngine:
                 folder, self.config, self.device, options["kernels"]
             )
         return weights
+
+    def _make_drafts(
+        self, methods: Methods, weights: dict[str, Weight], drafting: Drafting | None, *,
+        measures_late: bool,
+    ) -> None:  # fmt: skip
+        """Make the drafter, or one that drafts nothing until `begin_drafts`."""
+        is_put_off = (
+            measures_late and drafting is not None and drafting.is_default
+            and not uses_drafter(methods)
+        )  # fmt: skip
+        if not is_put_off:
+            self.drafter: Drafter = make_drafter(self, methods, weights, drafting, self._find_costs)
+            return
+        make = functools.partial(make_drafter, self, methods, {}, drafting)
+        self.drafter = make(self._find_kept_costs)
+        if self.drafter.pace is None:
+            self._make_later = make
+
+    def begin_drafts(self, requests: Sequence[Request]) -> bool:
+        """Measure what drafts cost, if that was put off and these texts may be long.
+
+        Returns whether the engine has a new drafter.
+        """
+        num_tokens = sum(request.max_output_len for request in requests if request.drafts)
+        if self._make_later is None or num_tokens <= SHORT_TEXT:
+            return False
+        make, self._make_later = self._make_later, None
+        logger.info("what drafts cost here is measured, once for this engine and this machine")
+        start_seconds = time.perf_counter()
+        self.drafter = make(self._find_costs)
+        self.load_seconds += time.perf_counter() - start_seconds
+        return True
+
+    def _find_kept_costs(
+        self, groups: Sequence[Sequence[Drafter]], drafting: Mapping[str, str]
+    ) -> CostTable | None:
+        return find_kept_costs(self.folder, self.config, self.decoder, groups, drafting)
 
     def _find_costs(
         self, groups: Sequence[Sequence[Drafter]], drafting: Mapping[str, str]
@@ -202,6 +249,11 @@ class TorchEngine:
         The engine's own limits take the place of those in `options`.
         """
         self.check_requests(requests)
+        if not self.begin_drafts(requests) and self._make_later is not None:
+            logger.info(
+                "nothing drafts for these short texts: what drafts cost here is measured before the"
+                " first of more than %d tokens", SHORT_TEXT,
+            )  # fmt: skip
         options = self.fill_options(options or Options())
         num_graphs = self.graphs.num_recorded if self.graphs is not None else 0
         try:
@@ -307,20 +359,24 @@ class TorchEngine:
         return self.timing.num_reused_tokens
 
 
-def load_engine(settings: DecodeSettings, tokenizer: Any) -> TorchEngine:
+def load_engine(
+    settings: DecodeSettings, tokenizer: Any, *, measures_late: bool = False
+) -> TorchEngine:
     """Load an engine of torch, and the one that drafts for it.
 
     tokenizer: to compare with that of --draft-tokenizer-dir; None where there is none.
+    measures_late: as in `TorchEngine`.
     """
     drafting = read_drafting(settings, tokenizer)
     if settings.no_speculation:
-        refuse_others(drafting, (), speculates=False)
+        refuse_others(drafting, ())
     engine = open_engine(
         settings.engine_dir,
         device=settings.device,
         devices=drafting.target_devices,
         speculate=not settings.no_speculation,
         drafting=drafting,
+        measures_late=measures_late,
     )
     # What reading a tokenizer took and has freed is given back: 40 MB for 150,000 tokens.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it

@@ -65,7 +65,9 @@ class DecodeSettings:
         " tokenizer.",
     )  # fmt: skip
     no_speculation: bool = DRAFTING(
-        False, help="Run the same engine without drafts, one token a step."
+        False,
+        help="Run the same engine without drafts, one token a step. Otherwise its drafter drafts,"
+        " and suffixes of the text do, while that is faster.",
     )
     kv_cache_enable_block_reuse: bool = MACHINE(
         False, help="Compute a beginning that several prompts share only once."

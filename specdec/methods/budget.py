@@ -6,7 +6,13 @@ import dataclasses
 from typing import Any, Literal
 
 from specdec.errors import UsageError
-from specdec.options import as_options, setting
+from specdec.options import (
+    Contradiction,
+    as_options,
+    no_speculation,
+    refuse_contradictions,
+    setting,
+)
 
 from .draft_target import DraftTargetDraft
 from .mtp import MtpDraft
@@ -35,8 +41,16 @@ class DraftBudget:
     flag: str = ""
 
 
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    no_speculation("draft_budget"),
+    (lambda s: s.no_speculation and s.draft_len == "auto",
+     "--draft-len auto has no effect with --no-speculation", "leave one of them out"),
+)  # fmt: skip
+
+
 def read_budget(settings: Any) -> DraftBudget:
     """Return what is asked for; raise UsageError where two options contradict one another."""
+    refuse_contradictions(settings, CONTRADICTIONS)
     text = as_options(settings, BudgetDraft).draft_budget
     pair = as_options(settings, DraftTargetDraft)
     head = as_options(settings, MtpDraft).mtp_num_draft_tokens

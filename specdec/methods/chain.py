@@ -22,7 +22,8 @@ class ChainDraft:
     draft_chain: str | None = setting(
         metavar="A,B|A+B",
         help="Let several methods draft. suffix,redrafter: for each request and step the one that"
-        " promises more tokens for its time; suffix+redrafter: both, in one tree.",
+        " promises more tokens for its time; suffix+redrafter: both, in one tree. If no option says"
+        " who drafts: suffix and the engine's drafter, by turns.",
         group="Drafting",
         rare=True,
     )

@@ -19,8 +19,9 @@ from specdec.measure.repetition import is_looping, measure_distinct
 from specdec.measure.report import format_report, format_table, write_report
 from specdec.measure.settings import BenchSettings, read_counts
 from specdec.run.settings import RunSettings
+from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.conftest import read_error_lines
-from tests.engines import run_cli_here
+from tests.engines import call, run_cli_here
 
 KINDS = ("plain", "speculation")
 
@@ -253,9 +254,14 @@ def test_wrong_batches(engine: Path, folder: Path) -> None:
             read_counts("--batch-sizes", text)
 
 
-def test_a_plain_engine_is_refused(plain: Path, folder: Path) -> None:
+def test_a_plain_engine_drafts_by_suffixes(plain: Path, folder: Path, tmp_path: Path) -> None:
+    """As in a run; one without room for drafts is refused."""
+    assert bench(plain, folder, max_output_len=9, repeat=1)["method"] == "suffix"
+    narrow = tmp_path / "narrow"
+    call("build", "--checkpoint-dir", folder / PLAIN_CHECKPOINT, "--output-dir", narrow,
+         "--optimize", "none", "--max-batch-size", 8, "--max-num-tokens", 8)  # fmt: skip
     with pytest.raises(SpecDecError, match="no speculation to measure"):
-        bench(plain, folder)
+        bench(narrow, folder)
 
 
 def test_the_command(engine: Path, folder: Path, tmp_path: Path) -> None:

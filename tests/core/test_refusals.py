@@ -182,6 +182,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("wordless", "--show-drafts needs a tokenizer, and the engine holds none",
          "give the base model's folder as --tokenizer-dir, or add --json"),
     ],
+    "specdec.methods.budget": [
+        (f"{RUN} --no-speculation --draft-budget auto", f"--draft-budget {IDLE}", LEAVE_ONE),
+        (f"{RUN} --no-speculation --draft-len auto", f"--draft-len auto {IDLE}", LEAVE_ONE),
+    ],
     "specdec.methods.chain": [
         (f"{RUN} --no-speculation --draft-chain suffix,prompt_lookup", f"--draft-chain {IDLE}",
          LEAVE_ONE),

@@ -89,7 +89,7 @@ def test_the_text_is_that_of_the_three_commands(
     first = generate(*flags, "--json", *PROMPTS)
     again = generate(*PROMPTS, *flags, "--json")
     assert first.ids == expected.ids == again.ids
-    assert first.report["stats"]["method"] == "redrafter"
+    assert first.report["stats"]["method"] == "suffix,redrafter"
     assert "\ncheckpoint " in "\n" + first.stderr
     assert "checkpoint" not in again.stderr, "it is converted once"
     assert ".partial" not in first.stderr, "a folder is named as it will be found"
@@ -105,7 +105,7 @@ def test_a_drafter_of_any_method(models: Path, generate: Generate, tmp_path: Pat
     heads = make_medusa_heads(tmp_path)
     for option in ("--drafter-model-dir", "--medusa-model-dir"):
         done = generate(option, heads, "--json", "abc")
-        assert done.report["stats"]["method"] == "medusa"
+        assert done.report["stats"]["method"] == "suffix,medusa"
     done = generate("--drafter-model-dir", models / "target", "--draft-len", 2, "--json", "abc")
     assert done.report["stats"]["method"] == "draft_target", "a whole model drafts by itself"
 
@@ -150,7 +150,7 @@ def test_one_engine_serves_all_drafts_without_weights(
             "",
             "what is rejected is known when",
         ),
-        (["abc", "--show-drafts"], "", "--show-drafts, and nothing drafts"),
+        (["abc", "--show-drafts", "--no-speculation"], "", "no effect with --no-speculation"),
         ([""], "", "prompt 0 is empty"),
         (["abc", "--max-seq-len", "20", "--max-output-len", "19"], "", "lower --max-output-len"),
         (["a", "--draft-model-dir", "x", "--draft-budget", "fixed"], "", "give --draft-len N"),

@@ -205,7 +205,7 @@ def test_the_command(parent: Path, tmp_path: Path) -> None:
     plain = run_here([*flags, "--no-speculation"])
     found = run_here([*flags, "--draft-len", "auto"])
     assert found["outputs"][0]["output_ids"] == plain["outputs"][0]["output_ids"]
-    assert found["stats"]["method"] == "redrafter"
+    assert found["stats"]["method"] == "suffix,redrafter"
 
 
 def test_trees_of_redrafter(parent: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_trees_of_redrafter(parent: Path, tmp_path: Path) -> None:
     drafting = Drafting(options={}, flags={}, budget=DraftBudget("auto", "--draft-budget auto"))
     engine = TorchEngine(folder, device="cpu", drafting=drafting)
     assert isinstance(engine.drafter, PacedDrafter)
-    (drafter,) = engine.drafter.members
+    _, drafter = engine.drafter.members
     assert isinstance(drafter, BeamTreeDrafter)
     drafter.min_gain = 1.0
     drafter.allocate(2, 8)

@@ -14,6 +14,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.reading import read_json, write_json
 from specdec.files.staging import check_output_file, write_whole
 from specdec.files.tensor_file import TensorFile
+from specdec.methods.suffix import DEFAULT_TOKENS
 from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
@@ -54,10 +55,10 @@ def test_json_report(folder: Path) -> None:
         assert len(output["output_ids"]) == stats["num_output_tokens"] <= 12
         assert output["finish_reason"] in ("length", "eos")
         assert sum(stats["accepted_histogram"]) == stats["num_verify_steps"]
-        assert len(stats["accepted_histogram"]) == 4
+        assert len(stats["accepted_histogram"]) == 1 + DEFAULT_TOKENS
         assert output["output_text"]
     stats = report["stats"]
-    assert stats["method"] == "redrafter"
+    assert stats["method"] == "suffix,redrafter"
     assert stats["num_output_tokens"] == sum(len(o["output_ids"]) for o in report["outputs"])
     plain = run(folder, *flags, "--no-speculation")
     assert [o["output_ids"] for o in plain["outputs"]] == [

@@ -17,7 +17,7 @@ from specdec.errors import UsageError
 from specdec.run import drafts
 from specdec.run.drafts import COLOURS, MARKS, REJECTED, format_pieces, split_text
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
-from tests.engines import call, make_noisy_copy, run_cli_here
+from tests.engines import call, make_noisy_copy, run_cli_here, run_here
 
 LIMIT = 40
 
@@ -31,7 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_noisy_copy(target, parent / "noisy", noise=0.15)
     make_tokenizer(parent / "noisy")
     external = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4)
-    for name, source, flags in (("pair", "target", external), ("plain", "noisy", ())):
+    narrow = ("--max-batch-size", 8, "--max-num-tokens", 8)
+    for name, source, flags in (
+        ("pair", "target", external), ("plain", "noisy", ()), ("narrow", "noisy", narrow),
+    ):  # fmt: skip
         call("convert", "--model-dir", parent / source, "--output-dir", parent / f"{name}-ckpt")
         call(
             "build", "--checkpoint-dir", parent / f"{name}-ckpt", "--output-dir", parent / name,
@@ -224,6 +227,11 @@ def test_interrupted_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[-1]["interrupted"] is True
 
 
-def test_a_plain_engine_has_no_drafts_to_show(folder: Path) -> None:
+def test_a_plain_engine_shows_what_suffixes_draft(folder: Path) -> None:
+    """It has no drafts to show only where its steps have no room for any."""
+    flags = ["--input-text", "ababababab", "--show-drafts"]
+    shown = run_here(["--engine-dir", folder / "plain", *flags])
+    assert shown["stats"]["method"] == "suffix"
+    assert {"draft", "bonus"} & {*shown["outputs"][0]["origins"]}, "it says who wrote what"
     with pytest.raises(UsageError, match="no effect with an engine that runs plain"):
-        call("run", "--engine-dir", folder / "plain", "--input-text", "a", "--show-drafts")
+        call("run", "--engine-dir", folder / "narrow", *flags)

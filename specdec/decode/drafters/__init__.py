@@ -28,8 +28,8 @@ logger = logs.get_logger(__name__)
 # Groups of methods: the groups draft by turns, the methods of a group share a tree.
 Methods = tuple[tuple[Method, ...], ...]
 # Measures what drafts cost, or finds it in the engine's folder: of groups of drafters, and of the
-# options, by method, that their drafts depend on.
-FindCosts = Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable]
+# options, by method, that their drafts depend on. None where that is put off: nothing drafts yet.
+FindCosts = Callable[[Sequence[Sequence[Drafter]], Mapping[str, str]], CostTable | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,9 @@ class Drafting:
 
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
     flags that was given. budget: whether to draft what gains time. chain: the methods that draft
-    together, None for one alone. tokenizer: as in `DraftContext`.
+    together, None for one alone. tokenizer: as in `DraftContext`. counts_own: whether drafts of the
+    engine's own drafter are counted, which nothing else is to draft beside then. is_default: whether
+    `add_suffixes` chose the methods.
     """
 
     options: Mapping[str, Any]
@@ -46,6 +48,8 @@ class Drafting:
     budget: DraftBudget = DraftBudget()
     chain: Chain | None = None
     tokenizer: Any = None
+    counts_own: bool = False
+    is_default: bool = False
 
     @property
     def has_budget(self) -> bool:
@@ -80,6 +84,7 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
         budget=read_budget(settings),
         chain=read_chain(settings, CHAIN_MEMBERS),
         tokenizer=tokenizer,
+        counts_own=getattr(settings, "acceptance_output", None) is not None,
     )
 
 
@@ -173,7 +178,7 @@ def _check_chained_model(drafting: Drafting) -> None:
         )
 
 
-def refuse_others(drafting: Drafting, methods: Methods, *, speculates: bool = True) -> None:
+def refuse_others(drafting: Drafting, methods: Methods) -> None:
     """Raise UsageError for options of methods that do not draft."""
     drafters = [method for group in methods for method in group]
     name = name_methods(methods)
@@ -184,12 +189,9 @@ def refuse_others(drafting: Drafting, methods: Methods, *, speculates: bool = Tr
                 "leave it out",
             )
     budget = drafting.budget
-    if budget.mode == "fixed" and not drafters:
-        raise UsageError(f"{budget.flag} has no effect with {name} decoding", "leave it out")
-    if budget.mode == "auto" and not drafters:
+    if budget.mode is not None and not drafters:
         raise UsageError(
-            f"{budget.flag} has no effect with"
-            f" {f'{name} decoding' if speculates else '--no-speculation'}",
+            f"{budget.flag} has no effect with {name} decoding",
             "leave it out; it is for engines that draft",
         )
 
@@ -280,13 +282,16 @@ def _widen_weights(engine: EngineHandle, weights: Mapping[str, Weight]) -> Mappi
 def _pace_groups(
     engine: EngineHandle, methods: Methods, groups: Sequence[Sequence[Drafter]],
     drafting: Drafting, find_costs: FindCosts,
-) -> PacedDrafter:  # fmt: skip
+) -> Drafter:  # fmt: skip
     """Let groups draft by turns and by a budget, with the acceptance that a trainer recorded."""
     options = {name: repr(options) for name, options in drafting.options.items()}
+    costs = find_costs(groups, options)
+    if costs is None:
+        return Drafter()
     has_weights = [uses_drafter((group,)) for group in methods]
     record = read_acceptance(engine.folder) if any(has_weights) else None
     return PacedDrafter(
-        groups, find_costs(groups, options), is_fixed=not drafting.has_budget, record=record,
+        groups, costs, is_fixed=not drafting.has_budget, record=record,
         recorded_drafter=has_weights.index(True) if any(has_weights) else 0,
         names=[name_methods((group,)) for group in methods],
     )  # fmt: skip
