@@ -156,8 +156,8 @@ def open_bench(settings: DecodeSettings) -> Bench:
     if core.method == "plain":
         core.close()
         raise SpecDecError(
-            f"{settings.engine_dir} is a plain engine, for which nothing drafts here by itself: there"
-            " is no speculation to measure",
+            f"{settings.engine_dir} is a plain engine, and nothing drafts for it here by itself:"
+            " there is no speculation to measure",
             "give an engine with a drafter, --draft-engine-dir, or --suffix-max-tokens 15",
         )
     return Bench(core, tokenizer)

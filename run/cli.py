@@ -109,6 +109,17 @@ def format_report(report: dict[str, Any], *, in_colour: bool = False) -> str:
     return "\n".join(lines)
 
 
+def describe_plain_steps(stats: dict[str, Any]) -> str:
+    """Return how many steps had no drafts, where these are worth saying."""
+    drafted, steps = stats["num_drafted_steps"], stats["num_verify_steps"]
+    if stats["method"] == "plain" or drafted is None:
+        return ""
+    if steps and not drafted:
+        return ", nothing drafted: the speed is plain decoding's"
+    is_much = steps - drafted >= max(1, steps * WORTH_SAYING)
+    return f", nothing drafted in {steps - drafted} of {steps}" if is_much else ""
+
+
 def format_stats(stats: dict[str, Any]) -> str:
     """Return the line of statistics that goes to stderr."""
     weights = f", {stats['quantization']} weights" if stats.get("quantization") else ""
@@ -119,12 +130,7 @@ def format_stats(stats: dict[str, Any]) -> str:
     )
     if stats["acceptance_length"]:  # 0 where the prompts' own passes ended all texts
         line += f", {stats['acceptance_length']:.2f} tokens per verify step"
-    drafted, steps = stats["num_drafted_steps"], stats["num_verify_steps"]
-    is_told = stats["method"] != "plain" and drafted is not None
-    if is_told and steps and not drafted:
-        line += ", nothing drafted: the speed is plain decoding's"
-    elif is_told and steps - drafted >= max(1, steps * WORTH_SAYING):
-        line += f", nothing drafted in {steps - drafted} of {steps}"
+    line += describe_plain_steps(stats)
     if profile := stats.get("profile_seconds"):
         part_times = [
             f"{name} {value:.2f} s" for name, value in profile.items() if value is not None

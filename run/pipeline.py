@@ -16,7 +16,7 @@ from specdec.errors import UsageError, count
 from specdec.files.backends import BACKENDS, find_backend
 from specdec.files.manifest import check_hashes
 from specdec.files.staging import check_output_file, place_file
-from specdec.methods import CHAIN_MEMBERS, METHODS
+from specdec.methods import CHAIN_MEMBERS, LONE_MEMBERS, METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.chain import read_chain
 from specdec.methods.draft_target import read_options as read_draft_options
@@ -185,7 +185,7 @@ def check_flags(settings: RunSettings) -> None:
     settings.refuse_contradictions()
     for method in METHODS.values():  # raises errors of options before anything is loaded
         method.read(settings)
-    read_chain(settings, CHAIN_MEMBERS)
+    read_chain(settings, CHAIN_MEMBERS, LONE_MEMBERS)
     read_budget(settings)
     if settings.output_generation_logits and not settings.writes_logits:
         draft_options = read_draft_options(settings)

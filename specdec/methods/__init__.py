@@ -27,6 +27,7 @@ from .chain import ChainDraft
 
 __all__ = [
     "CHAIN_MEMBERS",
+    "LONE_MEMBERS",
     "METHODS",
     "DrafterParams",
     "Method",
@@ -50,6 +51,7 @@ METHODS: dict[str, Method] = {
 }
 # fmt: on
 CHAIN_MEMBERS = tuple(name for name, method in METHODS.items() if method.joins_chains)
+LONE_MEMBERS = tuple(name for name, method in METHODS.items() if method.starter is None)
 
 
 def list_options(*uses: str) -> tuple[type, ...]:

@@ -1,4 +1,4 @@
-"""`--draft-chain`: several methods draft for one engine, by turns or in one tree."""
+"""`--draft-chain`: methods draft for one engine, by turns or in one tree, or its drafter alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 from specdec.errors import UsageError
 from specdec.options import as_options, no_speculation, refuse_contradictions, setting
 
-FORM = "suffix,redrafter: one or the other, whichever promises more; suffix+redrafter: one tree"
+FORM = (
+    "suffix,redrafter: one or the other, whichever promises more; suffix+redrafter: one tree;"
+    " or the engine's drafter, as redrafter: that one alone"
+)
 
 # Groups of methods by name: those of a group draft into one tree, one group drafts at a time.
 Chain = tuple[tuple[str, ...], ...]
@@ -20,19 +23,19 @@ class ChainDraft:
     """Options of every command that decodes."""
 
     draft_chain: str | None = setting(
-        metavar="A,B|A+B",
-        help="Let several methods draft. suffix,redrafter: for each request and step the one that"
-        " promises more tokens for its time; suffix+redrafter: both, in one tree. If no option says"
-        " who drafts: suffix and the engine's drafter, by turns.",
+        metavar="A,B|A+B|A",
+        help="Let these methods draft. suffix,redrafter: for each request and step the one that"
+        " promises more tokens for its time; suffix+redrafter: both, in one tree; redrafter: the"
+        " engine's drafter alone. If no option says who drafts: suffix and the drafter, by turns.",
         group="Drafting",
         rare=True,
     )
 
 
-def read_chain(settings: Any, names: Container[str]) -> Chain | None:
+def read_chain(settings: Any, names: Container[str], lone_names: Container[str]) -> Chain | None:
     """Return the chain of a run, None of any other; raise UsageError.
 
-    names: the methods that can be in one.
+    names: the methods that can be in one. lone_names: those that no other option lets draft alone.
     """
     text = as_options(settings, ChainDraft).draft_chain
     if text is None:
@@ -41,14 +44,11 @@ def read_chain(settings: Any, names: Container[str]) -> Chain | None:
     chain = tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
     members = [name for group in chain for name in group]
     unknown_names = [name for name in members if name not in names]
-    if unknown_names or len(members) < 2:
+    is_short = len(members) < 2 and members[0] not in lone_names
+    if unknown_names or is_short:
+        facts = [f": {name!r} is no method that can be in a chain" for name in unknown_names]
         raise UsageError(
-            f"--draft-chain is {text!r}"
-            + (
-                f": {unknown_names[0]!r} is no method that can be in a chain"
-                if unknown_names
-                else ""
-            ),
+            f"--draft-chain is {text!r}{''.join(facts[:1])}",
             f"name two or more methods, as {FORM}",
         )
     if len(set(members)) < len(members):

@@ -78,6 +78,7 @@ CASES: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("plain", {"draft_len": "auto"}, "suffix"),
     ("redrafter-engine", {"draft_len": "auto"}, "suffix,redrafter"),
     ("redrafter-engine", {"redrafter_tree_tokens": 9}, "redrafter"),
+    ("redrafter-engine", {"draft_chain": "redrafter"}, "redrafter"),
     ("redrafter-engine", {"suffix_max_tokens": 4}, "suffix"),
     ("redrafter-engine", {"draft_chain": "suffix+redrafter", "suffix_max_tokens": 4},
      "suffix+redrafter"),
@@ -159,7 +160,7 @@ def test_short_texts_wait_for_no_measuring(parent: Path, monkeypatch: pytest.Mon
         (short,) = engine.generate([prompt], max_output_len=SHORT_TEXT, end_ids=())
         assert (costs.num_measured, short.stats.num_drafted_steps) == (0, 0)
         list(engine.stream(prompt, max_output_len=SHORT_TEXT, end_ids=()))
-        options = {"max_output_len": 99, "end_ids": ()}
+        options: Any = {"max_output_len": 99, "end_ids": ()}
         engine.generate([Prompt(token_ids=COUNTED, speculation=False)], **options)
         assert costs.num_measured == 0, "nor does one for which nothing is to draft"
         origins = [o for e in engine.stream(prompt, **options) for o in e.origins]

@@ -301,7 +301,8 @@ def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
     fixed = load(mtp_num_draft_tokens="3", draft_budget="fixed").drafter
     assert isinstance(fixed, MtpDrafter)
     assert (fixed.max_draft_tokens, fixed.max_draft_depth) == (3, 3)
-    for given in ({"mtp_num_draft_tokens": "auto"}, {"mtp_num_draft_tokens": "5"}, {}):
+    lone = {"draft_chain": "mtp"}
+    for given in ({"mtp_num_draft_tokens": "auto"}, {"mtp_num_draft_tokens": "5"}, lone):
         paced = load(**given).drafter
         assert isinstance(paced, PacedDrafter)
         assert paced.max_draft_tokens == 5

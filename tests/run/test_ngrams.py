@@ -366,7 +366,7 @@ MODES = ("draft_tokens_external", "lookahead_decoding", "plain")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_of_any_mode_takes_every_method(folder: Path, mode: str) -> None:
     """Who drafts, and how much, is chosen by the run; the mode of the build is its default."""
-    default = "lookahead" if mode == "lookahead_decoding" else "plain"
+    default = "lookahead" if mode == "lookahead_decoding" else "suffix"
     longer = 9  # than what the engines were built for, where the modes have a length
     runs: list[tuple[str, dict[str, Any]]] = [
         (default, {}),

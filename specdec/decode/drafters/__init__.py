@@ -13,7 +13,7 @@ from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.engine.native_matrices import Weight
 from specdec.errors import UsageError
 from specdec.files.acceptance import read_acceptance
-from specdec.methods import CHAIN_MEMBERS, METHODS, Method
+from specdec.methods import CHAIN_MEMBERS, LONE_MEMBERS, METHODS, Method
 from specdec.methods.budget import DraftBudget, read_budget
 from specdec.methods.chain import Chain, read_chain
 from specdec.model.tensors import EMBEDDING, HEAD
@@ -39,8 +39,8 @@ class Drafting:
     options: by method, what `Method.read` made of the settings. flags: by method, the first of its
     flags that was given. budget: whether to draft what gains time. chain: the methods that draft
     together, None for one alone. tokenizer: as in `DraftContext`. counts_own: whether drafts of the
-    engine's own drafter are counted, which nothing else is to draft beside then. is_default: whether
-    `add_suffixes` chose the methods.
+    engine's own drafter are counted, beside which nothing else is to draft then. is_default:
+    whether `add_suffixes` chose the methods.
     """
 
     options: Mapping[str, Any]
@@ -82,7 +82,7 @@ def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
         options={name: options for name, options in options_read.items() if options is not None},
         flags={name: name_flag(flags[0]) for name, flags in options_given.items() if flags},
         budget=read_budget(settings),
-        chain=read_chain(settings, CHAIN_MEMBERS),
+        chain=read_chain(settings, CHAIN_MEMBERS, LONE_MEMBERS),
         tokenizer=tokenizer,
         counts_own=getattr(settings, "acceptance_output", None) is not None,
     )
