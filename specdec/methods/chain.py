@@ -32,6 +32,10 @@ class ChainDraft:
     )
 
 
+def _split_chain(text: str) -> Chain:
+    return tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
+
+
 def read_chain(settings: Any, names: Container[str], lone_names: Container[str]) -> Chain | None:
     """Return the chain of a run, None of any other; raise UsageError.
 
@@ -41,7 +45,7 @@ def read_chain(settings: Any, names: Container[str], lone_names: Container[str])
     if text is None:
         return None
     refuse_contradictions(settings, [no_speculation("draft_chain")])
-    chain = tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
+    chain = _split_chain(text)
     members = [name for group in chain for name in group]
     unknown_names = [name for name in members if name not in names]
     is_short = len(members) < 2 and members[0] not in lone_names

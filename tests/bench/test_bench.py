@@ -28,7 +28,7 @@ KINDS = ("plain", "speculation")
 
 @pytest.fixture(scope="module")
 def report(engine: Path, folder: Path) -> dict[str, Any]:
-    return bench(engine, folder)
+    return bench(engine, folder, draft_chain="redrafter")
 
 
 def bench(engine: Path, folder: Path, **flags: Any) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path
     make_tokenizer(tmp_path / "other", vocab=120)
     with pytest.raises(SpecDecError, match="is not the one that .* was made with"):
         run_diagnose(engine, folder, tmp_path / "other")
-    report = run_diagnose(engine, folder, folder / "target")
+    report = run_diagnose(engine, folder, folder / "target", draft_chain="redrafter")
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
     for batch in report["batches"]:
         names = [cause["name"] for cause in batch["causes"]]

@@ -64,6 +64,6 @@ def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     main = runpy.run_path(str(ROOT / "examples" / "api.py"))["main"]
     main(str(engine))
     shown = capsys.readouterr().out
-    assert shown.startswith("redrafter, up to 512 tokens a request\n")
+    assert shown.startswith("suffix,redrafter, up to 512 tokens a request\n")
     assert "'def read(path):' -> '" in shown
     assert shown.count(" a verify step, ") == 2
