@@ -98,6 +98,7 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
     drafters = {
         "account",
         "calibration",
+        "defaults",
         "devices",
         "merging",
         "pace",

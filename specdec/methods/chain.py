@@ -36,7 +36,9 @@ def _split_chain(text: str) -> Chain:
     return tuple(tuple(name.strip() for name in group.split("+")) for group in text.split(","))
 
 
-def read_chain(settings: Any, names: Container[str], lone_names: Container[str]) -> Chain | None:
+def read_chain(
+    settings: Any, names: Container[str], lone_names: Container[str] = ()
+) -> Chain | None:
     """Return the chain of a run, None of any other; raise UsageError.
 
     names: the methods that can be in one. lone_names: those that no other option lets draft alone.

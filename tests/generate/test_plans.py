@@ -57,7 +57,6 @@ def test_a_stage_is_given_its_own_settings() -> None:
          "--draft-model-dir and --suffix-max-tokens exclude one another", "give one of them"),
         ({"drafter_model_dir": "a", "eagle_model_dir": "b", "prompt_lookup_num_tokens": 2},
          "--drafter-model-dir, --eagle-model-dir and --prompt-lookup-num-tokens exclude", "give"),
-        ({"show_drafts": True}, "--show-drafts, and nothing drafts", "give a drafter"),
         ({"input_file": Path("x")}, "prompts and --input-file are both given", "leave one"),
         ({"no_cache": True, "force": True}, "--force has no effect with --no-cache", "leave one"),
         ({"draft_len": "3"}, "--draft-len 3 without --draft-model-dir", "give the draft model"),
