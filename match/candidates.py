@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -78,10 +79,8 @@ def find_candidates(folders: Sequence[str], target: Path) -> tuple[list[Candidat
 
 def _resolve(path: Path) -> Path:
     """Return the path that a model is known by: of a folder of one GGUF file the file's."""
-    try:
+    with contextlib.suppress(SpecDecError, OSError):  # several models, or a folder that is closed
         path = find_gguf(path) or path
-    except SpecDecError:
-        pass  # several models are in the folder
     return path.resolve()
 
 
@@ -90,7 +89,10 @@ def _list_folder(path: Path) -> Iterator[Candidate]:
     if not path.is_dir():
         yield Candidate(str(path), path, FOLDER)
         return
-    inner_folders = [inner for inner in sorted(path.iterdir()) if inner.is_dir()]
+    try:
+        inner_folders = [inner for inner in sorted(path.iterdir()) if inner.is_dir()]
+    except OSError:
+        inner_folders = []  # looking at the folder itself will tell why
     if any(inner.name.startswith(HUB_FOLDER) for inner in inner_folders):
         yield from _list_cache(path)[0]
     for folder in (path, *inner_folders):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -465,17 +466,26 @@ def test_converters_error_leads_here(models: Path, tmp_path: Path) -> None:
         assert "`specdec match` tells which of several fits" in done.stderr, name
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Iterator[Path]:
-    """A folder that cannot be listed."""
-    folder = tmp_path / "closed"
-    folder.mkdir()
-    folder.chmod(0)
-    yield folder
-    folder.chmod(0o700)
+@pytest.mark.parametrize("place", [".", "closed"])
+def test_a_folder_that_cannot_be_read(
+    place: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "among" / "closed"
+    closed.mkdir(parents=True)
 
+    def close(original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(path: Any = ".") -> Any:
+            if Path(path) == closed:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return original(path)
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads any folder")
-def test_a_folder_that_cannot_be_read(hostile: Path, models: Path) -> None:
-    report = match("--model-dir", models / "target", "--among", hostile, models / "drafters")
-    assert "Permission denied" in find(report, hostile)["reasons"][0]["fact"]
+        return refuse
+
+    monkeypatch.setattr(os, "listdir", close(os.listdir))
+    monkeypatch.setattr(os, "scandir", close(os.scandir))
+    drafter = models / "drafters" / SPARE
+    report = match("--model-dir", models / "target", "--among", closed.parent / place, drafter)
+    assert find(report, drafter)["fits"]
+    (reason,) = find(report, closed)["reasons"]
+    assert reason["fact"] == f"{closed}: Permission denied"
+    assert "permissions" in reason["remedy"]
