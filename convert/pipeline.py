@@ -46,8 +46,8 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     start_time = time.monotonic()
     settings = complete_settings(settings)
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
-    is_told = tells_backends(settings)
-    with contextlib.nullcontext() if is_told else logs.hush(BACKEND_NOTES, logging.ERROR):
+    has_notes = tells_backends(settings)
+    with contextlib.nullcontext() if has_notes else logs.hush(BACKEND_NOTES, logging.ERROR):
         plan = make_plan(settings)
     states = stream.get_states(plan)
     report = describe_plan(plan, settings)

@@ -39,9 +39,9 @@ class Candidates:
 
     draft_probs: for a tree that is one path, drawn token by token from these distributions: the
     one that node n + 1 was drawn from at index n, each [V]. None for candidates that were not
-    drawn, such as the beams of a search, or that are only to be compared.
+    drawn, such as the beams of a search: of these a token stays where the target chooses the same.
     confidence: [T], the drafter's estimate of each node's probability below its parent (the root's
-    is 1); None where it has none. source: index, in a chain of drafters, of the one that estimated.
+    is 1); None where it has none. source: index of that drafter in a chain of drafters.
     """
 
     tree: Tree
@@ -130,7 +130,7 @@ def accept_batch(
         for row, row_choices in zip(greedy_rows, best_tokens.tolist(), strict=True):
             results[row] = accept(candidates[row].tree, row_choices)
     sampled_rows = sorted({*range(len(candidates))} - {*greedy_rows})
-    accept_sampled = _accept_in_groups if logits.is_cuda else _walk
+    accept_sampled = _accept_in_groups if logits.is_cuda else _accept_by_walks
     for row, result in accept_sampled(candidates, logits, samplers, positions, sampled_rows):
         results[row] = result
     return results
@@ -170,7 +170,7 @@ def _accept_in_groups(
 
 @dataclasses.dataclass(eq=False)
 class _Walk:
-    """Way of a sampled row down its tree.
+    """Path of a sampled row down its tree, as far as it has been accepted.
 
     position: output position of the token that follows the root. path: nodes from the root on.
     """
@@ -189,7 +189,7 @@ class _Walk:
         """Output position of the token after the newest node."""
         return self.position + len(self.path) - 1
 
-    def go_on(self, choice: int, probs: Tensor, uniform: float) -> int | None:
+    def take_choice(self, choice: int, probs: Tensor, uniform: float) -> int | None:
         """Enter the child that a choice accepts; return the bonus token where there is none.
 
         choice: the token that the random number draws from the target's probabilities [V].
@@ -211,7 +211,7 @@ class _Walk:
         return None
 
 
-def _walk(
+def _accept_by_walks(
     candidates: Sequence[Candidates],
     logits: Tensor,
     samplers: Sequence[Sampler],
@@ -224,14 +224,14 @@ def _walk(
         rows, nodes = [walk.row for walk in walks], [walk.path[-1] for walk in walks]
         probs = process_logits(logits[rows, nodes], [walk.sampler.params for walk in walks])
         uniforms = [walk.sampler.get_uniform(CHOICE, walk.next_position) for walk in walks]
-        walks_ahead = []
+        unfinished_walks = []
         for walk, *choice in zip(walks, draw(probs, uniforms), probs, uniforms, strict=True):
-            bonus_token = walk.go_on(*choice)
+            bonus_token = walk.take_choice(*choice)
             if bonus_token is None:
-                walks_ahead.append(walk)
+                unfinished_walks.append(walk)
             else:
                 yield walk.row, (walk.path, bonus_token)
-        walks = walks_ahead
+        walks = unfinished_walks
 
 
 def accept_on_device(

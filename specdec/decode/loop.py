@@ -196,7 +196,7 @@ class Batch:
             self._verify(requests, candidates, tree_mask, output)
         if output.prefill is not None:
             with self._clocks["other" if requests else "prefill"]:
-                self._begin(output.prefill)
+                self._finish_prefill(output.prefill)
         return num_rows, num_nodes
 
     def _pack(
@@ -297,8 +297,8 @@ class Batch:
             paths = [accepted[row][0] for row in rows]
             self.drafter.observe([requests[row] for row in rows], states.take(rows), paths)
 
-    def _begin(self, output: PrefillOutput) -> None:
-        """Commit a prefill chunk; requests whose prompts end there get their first tokens."""
+    def _finish_prefill(self, output: PrefillOutput) -> None:
+        """Commit a prefill chunk; emit the first tokens of requests whose prompts end in it."""
         drafter, chunk, states = self.drafter, output.chunk, output.states
         prefilling = self.scheduler.prefilling
         scored_requests = {r.row: r for r in prefilling if r.request.wants_prompt_logprobs}

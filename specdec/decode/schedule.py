@@ -1,4 +1,4 @@
-"""The scheduler: which request has which row of the cache, and the plan of each forward pass."""
+"""Scheduler: gives rows of the cache to requests, and plans each forward pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
 
-# Where prompts are read in chunks, a request waits for another that is reading the same beginning
-# if that brings so many tokens more.
+# Tokens of a beginning that two prompts share, from which on the second request waits until the
+# first one has read them; where prompts are read whole, it waits for a single token.
 WORTH_WAITING = 16
-# How many times as many tokens as the target a drafter may read of prompts in a step. It has every
-# prompt to read that the target has, and what was emitted meanwhile, or it would never draft.
+# Prompt tokens that a drafter may read in a step, as a multiple of the target's: it reads every
+# prompt that the target reads, and the output since then, before it can draft.
 DRAFTER_SHARE = 4
 
 
@@ -257,10 +257,10 @@ class Scheduler:
 
     def _is_being_read(self, prompt: Sequence[int], num_cached: int) -> bool:
         """Return whether a prompt in prefill shares much more of this prompt than is cached."""
-        worth = 1 if self._prompt_chunk is None else WORTH_WAITING
+        min_tokens = 1 if self._prompt_chunk is None else WORTH_WAITING
         for request in self.prefilling:
             num_shared = min(count_shared(request.request.input_ids, prompt), len(prompt) - 1)
-            if num_shared >= num_cached + worth and self._cache.request_prefixes(
+            if num_shared >= num_cached + min_tokens and self._cache.request_prefixes(
                 request.row, (num_shared,)
             ):
                 return True

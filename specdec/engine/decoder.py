@@ -50,13 +50,15 @@ logger = logs.get_logger(__name__)
 
 Table = Tensor | BlockMatrix | KernelMatrix  # whose rows are looked up
 
-# Tokens of a row in a prompt pass; bounds the memory of its mask and scores. With 64 every native
-# pass takes the way of verify steps, to the last bit.
-MAX_CHUNK_TOKENS, NATIVE_CHUNK_TOKENS = 512, 64
-# Tokens of all rows of a native prompt pass. More make it no faster: reading the weights takes a
-# small part of its time.
+# Most tokens of a row in a pass over prompts, which bounds the memory of its mask and scores.
+MAX_CHUNK_TOKENS = 512
+# Most tokens of a row in a native pass over prompts: with 64 it computes as verify steps do, to the
+# last bit.
+NATIVE_CHUNK_TOKENS = 64
+# Most tokens of all rows of a native pass over prompts. More make it no faster: reading the weights
+# takes a small part of its time.
 NATIVE_PASS_TOKENS = 512
-# Tokens of a row in one step. The native attention compares all of them with one another.
+# Most tokens of a row in a native step: its attention compares all of them with one another.
 MAX_NATIVE_TOKENS = 256
 
 
@@ -95,7 +97,7 @@ class Decoder:
         self.observed_outputs: Tensor | None = None
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
-        lays_out, prepack = prepack, prepack and can_prepack(self.dtype, device)
+        is_asked, prepack = prepack, prepack and can_prepack(self.dtype, device)
         self.is_prepacked = prepack
 
         embedding = take_matrix(weights, "transformer.vocab_embedding")
@@ -115,7 +117,7 @@ class Decoder:
             prepack=prepack, kernels=kernels,
         )  # fmt: skip
         self.stack = maker.make_stack(group)
-        fused = find_fused(device) if lays_out and device.type == "cuda" else None
+        fused = find_fused(device) if is_asked and device.type == "cuda" else None
         self.is_fused = fused is not None  # whether layers run by the kernels of fused.py
         self._torch = (fused or TorchLayers)(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
@@ -224,8 +226,8 @@ class Decoder:
         if self.position_embedding is not None:
             positions = to_device(step.positions, self.device)
         x = self._embed(tokens, positions)
-        way = self._choose_way(step)
-        normed, self.observed_outputs = way.run(
+        layers = self._choose_layers(step)
+        normed, self.observed_outputs = layers.run(
             x, step, cache, self.observed_layers, is_normed=True
         )
         return normed
@@ -237,11 +239,11 @@ class Decoder:
 
         first_input: what the first layer's attention reads instead of its normed input.
         """
-        way = self._choose_way(step)
-        x, self.observed_outputs = way.run(x, step, cache, self.observed_layers, first_input)
+        layers = self._choose_layers(step)
+        x, self.observed_outputs = layers.run(x, step, cache, self.observed_layers, first_input)
         return x
 
-    def _choose_way(self, step: Step) -> TorchLayers | KernelLayers | NativeLayers:
+    def _choose_layers(self, step: Step) -> TorchLayers | KernelLayers | NativeLayers:
         is_long = step.tokens.shape[1] > MAX_NATIVE_TOKENS
         return self._native if self._native is not None and not is_long else self._torch
 

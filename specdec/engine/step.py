@@ -1,6 +1,7 @@
 """Tokens of one forward pass: their positions, and which tokens each of them sees.
 
-Legend: B rows of the pass, T tokens of each, n tokens of a segment, D hidden.
+Legend: B rows of the pass, T tokens of each, N tokens that a mask's columns stand for, n tokens of
+a segment, D hidden.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from specdec.engine.tree import BoolArray, IntArray, Tree, build_tree_mask
 class Step:
     """One forward pass: row b of the step is row rows[b] of the cache.
 
-    tokens, positions: [B, T]; tree_mask: [B, T, T], true where a token sees a token of this step;
-    every token sees all committed positions of its row. Padding tokens see themselves. A mask of
-    more columns, [B, T, N], begins with tokens of earlier steps that were not committed.
-    earlier_positions: [B, N - T], the positions of those tokens; None where there are none.
-    past: [B], number of cached positions visible to each row; defaults to the committed length. A
-    text that goes on in several rows of the step has a greater number in each of them.
+    tokens, positions: [B, T]. tree_mask: [B, T, N], true where a token sees another; every token
+    sees all committed positions of its row, and padding tokens see themselves. N is T, and the
+    columns are this step's tokens; where N is greater, the first N - T columns are of earlier
+    steps' tokens that are in the cache and not committed. earlier_positions: [B, N - T], their
+    positions; None where there are none. past: [B], number of cached positions visible to each
+    row; defaults to the committed length. Where one text goes on from row to row of the step, each
+    of its rows sees more positions than the one before.
     output_mask: [B, T], true for tokens whose last hidden states are read; None is all tokens. The
     last layer may leave the others out, and their hidden states may be anything.
     counts: [B], number of tokens of each row that are not padding; None is all of them.
@@ -116,19 +118,19 @@ def _pad(segment: Segment, size: int) -> Segment:
 
 def pack_segments(segments: Sequence[Segment], cache: KVCache, size: int = 0) -> Step:
     """Pad segments to one size, `size` or the longest's, and lay them side by side."""
-    # Each kind of call of NumPy or torch is dear, as the kernels have emptied the caches.
+    # As few calls of NumPy and torch as can be: each is slow after kernels that use all caches.
     rows, pasts = [s.row for s in segments], [s.past for s in segments]
     counts = [len(s.tokens) for s in segments]
     size = size or max(counts)
     padded = [_pad(segment, size) for segment in segments]
-    is_plain = rows == sorted(set(rows)) and pasts == [cache.past_lens[row] for row in rows]
+    has_default_past = rows == sorted(set(rows)) and pasts == [cache.past_lens[row] for row in rows]
     past = np.array(pasts, np.int64)
     return Step(
         rows=np.array(rows, np.int64),
         tokens=_stack(padded, "tokens"),
         positions=_stack(padded, "offsets") + past[:, None],
         tree_mask=_stack(padded, "mask"),
-        past=None if is_plain else past,
+        past=None if has_default_past else past,
         output_mask=_stack(padded, "output_mask"),
         counts=np.array(counts, np.int64),
         certain_counts=_stack(segments, "num_certain"),

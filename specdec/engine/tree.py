@@ -44,7 +44,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Draft tokens on the longest path."""
+        """Number of draft tokens on the longest path."""
         return int(self.depths.max()) if len(self.tokens) > 1 else 0
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Tree:
@@ -85,18 +85,18 @@ def pack_beams(root: int, beams: IntArray) -> Tree:
     """
     width, length = beams.shape
     same_prefix = np.logical_and.accumulate(beams[:, None, :] == beams[None, :, :], axis=2)
-    owner = same_prefix.argmax(axis=1)  # [W, L], the first beam with this prefix
-    is_node = owner == np.arange(width)[:, None]
-    flat = is_node.T.reshape(-1)  # depth-major
-    index = np.cumsum(flat).reshape(length, width).T  # [W, L], node number where is_node
-    node_of = np.take_along_axis(index, owner, axis=0)  # [W, L]
+    first_beams = same_prefix.argmax(axis=1)  # [W, L], the first beam with this prefix
+    is_node = first_beams == np.arange(width)[:, None]
+    is_node_by_depth = is_node.T.reshape(-1)  # [L * W]
+    numbers = np.cumsum(is_node_by_depth).reshape(length, width).T  # [W, L], right where is_node
+    nodes = np.take_along_axis(numbers, first_beams, axis=0)  # [W, L], of each beam
     parents = np.zeros((width, length), np.int64)
-    parents[:, 1:] = node_of[:, :-1]
+    parents[:, 1:] = nodes[:, :-1]
     depths = np.broadcast_to(np.arange(1, length + 1), (width, length))
     return Tree(
-        np.concatenate(([root], beams.T.reshape(-1)[flat])),
-        np.concatenate(([-1], parents.T.reshape(-1)[flat])),
-        np.concatenate(([0], depths.T.reshape(-1)[flat])),
+        np.concatenate(([root], beams.T.reshape(-1)[is_node_by_depth])),
+        np.concatenate(([-1], parents.T.reshape(-1)[is_node_by_depth])),
+        np.concatenate(([0], depths.T.reshape(-1)[is_node_by_depth])),
     )
 
 

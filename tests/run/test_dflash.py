@@ -75,7 +75,7 @@ class Case:
         assert isinstance(self.engine.drafter, DFlashDrafter)
         self.drafter: DFlashDrafter = self.engine.drafter
         self.reference = DFlashReference(target, drafter)
-        self.most_waiting = (base.MOST_WAITING, 5, 0)[[*DRAFTERS].index(name) % 3]
+        self.most_waiting = (base.MAX_WAITING_STATES, 5, 0)[[*DRAFTERS].index(name) % 3]
 
 
 @pytest.fixture(scope="module", params=list(DRAFTERS))
@@ -127,7 +127,7 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
 
 def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many states wait, and for how long."""
-    monkeypatch.setattr(base, "MOST_WAITING", case.most_waiting)
+    monkeypatch.setattr(base, "MAX_WAITING_STATES", case.most_waiting)
     case.drafter.use_tree()
     check_drafts_depend_on_the_text_alone(case.engine)
 

@@ -35,9 +35,9 @@ from specdec.methods.base import USE_ITS_DRAFTER
 
 N = TypeVar("N", bound=DraftNet)
 ALL_LEVELS = -np.inf  # a `min_gain` that every level has
-# Tokens of a row whose states may wait. A state of several layers is as large as some of a token's
-# keys and values: a sixth of them for a model of 8B, half for one of 1B.
-MOST_WAITING = 512
+# Tokens of a row whose states may wait to be read. The states of a token take a sixth of the memory
+# of its keys and values for a model of 8B, half of it for one of 1B.
+MAX_WAITING_STATES = 512
 
 
 class Drafter:
@@ -54,13 +54,14 @@ class Drafter:
     run before the host knows what was accepted. is_planned: whether a draft is a chain of tokens, a
     pass each, whose number is told before the first. pace: what chooses how much it drafts.
 
-    What it is told of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
+    Set by the loop, of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
     max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
     for all; min_gain, how many tokens another level of a draft must promise, see
     `Pace.price_level`; max_levels, where `is_planned`, passes at most, None for all; seed, where a
-    runtime of its own draws. What it tells of its newest draft: num_prefilled, prompt tokens that
-    it read; num_levels, passes that it took.
-    members: those that draft for it, if it is a group; groups: the same, by turns.
+    runtime of its own draws. Set by the drafter, of its newest draft: num_prefilled, prompt tokens
+    that it read; num_levels, passes that it took.
+    members: drafters that draft for it; groups: those of them that share a tree, in the order in
+    which the groups are asked. A drafter without members drafts by itself.
     """
 
     max_draft_tokens = 0
@@ -91,7 +92,7 @@ class Drafter:
         return self
 
     def make_twin(self) -> Drafter:
-        """Return what drafts at the same cost for texts that nobody wrote, without keeping them."""
+        """Return a drafter of the same cost for texts of random tokens, of which it keeps none."""
         return self
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
@@ -158,16 +159,16 @@ class Drafter:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
-        """Where `drafts_ahead`: what follows tokens [B], each after a state [B, D]: [B, ...]."""
+        """Compute drafts [B, ...] after tokens [B] and their states [B, D]; if `drafts_ahead`."""
         raise NotImplementedError
 
     def take_drafts(
         self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array
     ) -> None:
-        """Where `drafts_ahead`: keep what was computed for the next `propose`."""
+        """Keep computed drafts for the next `propose`; if `drafts_ahead`."""
 
     def keep(self) -> None:
-        """Write what is new into a file, where there is one."""
+        """Write what the drafter has learned into its file, where it has one."""
 
 
 class EngineHandle(Protocol):
@@ -309,14 +310,13 @@ def list_rows(requests: Sequence[ActiveRequest]) -> np.ndarray:
 
 
 class FeatureDrafter(Drafter):
-    """Drafter that keeps features of every committed token, which it makes of the target's states.
+    """Drafter that reads the target's states of every committed token into a cache of its own.
 
-    They are made when the row is drafted for, so that drafts that are not made cost nothing:
-    until then the states wait, up to `MOST_WAITING` of each row.
+    States are read when the row is drafted for, so that a row that is never drafted for costs
+    nothing: until then they wait, up to `MAX_WAITING_STATES` of each row.
 
-    `_num_known`, `_num_read`: tokens of each row whose states have come, and of which what is kept
-    is made, [R]. A prompt's come by `follow`, so what `observe` then brings of its last token is
-    nothing new.
+    `_num_known`, `_num_read`: [R], tokens of each row whose states have come, and that were read.
+    The states of a prompt come by `follow`, and its last one by `observe` a second time.
 
     net: the drafter's layers, whose cache has `_num_run` positions for a draft behind a text.
     """
@@ -337,7 +337,7 @@ class FeatureDrafter(Drafter):
         # The newest steps, whose states were not sorted by rows yet: rows, nodes, all states.
         self._steps: list[tuple[Sequence[int], Sequence[Sequence[int]], Tensor]] = []
         self._num_unsorted = 0  # states of these
-        self._fresh: set[int] = set()  # rows whose prompts have just been run
+        self._started_rows: set[int] = set()  # rows whose prompts have just ended
         if layers is None:
             return
         num_layers = decoder.model.num_hidden_layers
@@ -354,7 +354,7 @@ class FeatureDrafter(Drafter):
         vars(self).pop("_cache", None)  # what it has is free for the next
         self._cache = self.net.decoder.make_cache(num_rows, num_positions + self._num_run)
         self._num_known, self._num_read = np.zeros((2, num_rows), np.int64)
-        self._waiting_states, self._fresh = {}, set()
+        self._waiting_states, self._started_rows = {}, set()
         self._steps, self._num_unsorted = [], 0
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
@@ -366,7 +366,7 @@ class FeatureDrafter(Drafter):
         self._start_over(row, length)
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of the texts that are not in the drafter's cache."""
+        """Count the tokens of the texts that are not in the drafter's cache."""
         return sum(self._list_unread(requests))
 
     def _list_unread(self, requests: Sequence[ActiveRequest]) -> list[int]:
@@ -402,7 +402,7 @@ class FeatureDrafter(Drafter):
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         """Note that the prompts' states are known, so that `observe` brings nothing new of them."""
-        self._fresh |= {request.row for request in requests}
+        self._started_rows |= {request.row for request in requests}
 
     def follow(
         self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
@@ -418,8 +418,8 @@ class FeatureDrafter(Drafter):
     ) -> None:
         """Keep the states of the accepted tokens."""
         rows = [request.row for request in requests]
-        if self._fresh.issuperset(rows):  # the prompts' own pass
-            self._fresh.difference_update(rows)
+        if self._started_rows.issuperset(rows):  # the prompts' own pass
+            self._started_rows.difference_update(rows)
             return
         self._append(rows, paths, states)
 
@@ -429,10 +429,12 @@ class FeatureDrafter(Drafter):
         assert observed_states is not None
         self._steps.append((rows, paths, observed_states))
         self._num_unsorted += observed_states.shape[0] * observed_states.shape[1]
-        if self._num_unsorted <= MOST_WAITING:
+        if self._num_unsorted <= MAX_WAITING_STATES:
             return
         self._sort()
-        full = [row for row in rows if self._num_known[row] - self._num_read[row] > MOST_WAITING]
+        full = [
+            row for row in rows if self._num_known[row] - self._num_read[row] > MAX_WAITING_STATES
+        ]
         if full:
             self._read(full)
 
@@ -473,7 +475,7 @@ class FeatureDrafter(Drafter):
         self._num_known[row] = self._num_read[row] = length
 
     def _read(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
-        """Make what is kept of the states that wait of some rows, of the first `most` of each."""
+        """Read the states that wait of some rows, at most the first `max_tokens` of each."""
         self._sort()
         row_blocks = []
         for row in rows:
@@ -486,7 +488,7 @@ class FeatureDrafter(Drafter):
                 self._waiting_states[row] = [states[size:]]
             row_blocks.append((np.full(size, row), np.arange(start, start + size), states[:size]))
         # Several rows at once, unless there is much of each.
-        is_short = sum(len(states) for *_, states in row_blocks) <= MOST_WAITING
+        is_short = sum(len(states) for *_, states in row_blocks) <= MAX_WAITING_STATES
         for group in [row_blocks] if row_blocks and is_short else [[block] for block in row_blocks]:
             line_blocks, position_blocks, state_blocks = zip(*group, strict=True)
             rows_read, positions = np.concatenate(line_blocks), np.concatenate(position_blocks)

@@ -51,10 +51,10 @@ def check_choices(choices: Choices, params: MedusaParams, vocab_size: int) -> No
 
 
 class ChoiceTree:
-    """The nodes of a tree, root first, each by its head and rank.
+    """Tree whose nodes are told by their heads and ranks, the root first.
 
-    widths[i]: tokens needed of head i. columns: [T - 1], where a node's token stands in the heads'
-    ranked tokens laid side by side.
+    widths[i]: best tokens of head i that the tree uses. columns: [T - 1], each node's index among
+    the best tokens of all heads, side by side.
     """
 
     def __init__(self, choices: Choices) -> None:
@@ -73,9 +73,9 @@ class ChoiceTree:
 
 
 def make_drafter(context: DraftContext) -> MedusaDrafter:
-    """Lay out the heads, with the tree that is asked for.
+    """Lay out the heads, with the tree of the options.
 
-    Else with a dynamic one that is small on a CPU, and the largest static one elsewhere.
+    Without one the tree is dynamic and small on a CPU, and the largest static one elsewhere.
     """
     params, decoder = context.params, context.decoder
     assert isinstance(params, MedusaParams)
@@ -97,9 +97,9 @@ def make_drafter(context: DraftContext) -> MedusaDrafter:
 
 
 class MedusaDrafter(HiddenStateDrafter):
-    """Proposes the same tree of ranks every step, or each step's most probable paths."""
+    """Drafter with one tree of ranks for every step, or with each step's most probable paths."""
 
-    _tree: ChoiceTree | None  # the same for every step
+    _tree: ChoiceTree | None  # of every step; None for dynamic ones
 
     def __init__(
         self, heads: MedusaHeads, tree: Choices | int, graphs: Graphs | None = None
@@ -122,7 +122,10 @@ class MedusaDrafter(HiddenStateDrafter):
         self.drafts_ahead = self._graphs is not None
 
     def _use_dynamic_tree(self, num_tokens: int) -> None:
-        """No head sees what another one drafts: a path is as probable as its tokens, multiplied."""
+        """Propose the most probable paths: the products of their tokens' probabilities.
+
+        No head sees what another one drafts, so the product is all that is known of a path.
+        """
         params = self.heads.params
         check_num_tokens(
             "--medusa-tree-tokens", num_tokens, params.max_draft_len, "--max-medusa-token-len"
