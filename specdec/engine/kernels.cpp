@@ -151,22 +151,24 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   int64_t specdec_search_##suffix(const E *embedding, const E *hidden, const int64_t *tokens,     \
                                   const void *const *matrices, const E *const *biases,            \
                                   const void *const *blocks, int64_t num_blocks,                  \
-                                  const int64_t *drafted, const double *temperatures, double least,\
-                                  int64_t *found, double *chances, const SearchShape *shape) {    \
+                                  const int64_t *drafted, const double *temperatures,             \
+                                  double min_gain, int64_t *nodes, double *chances,               \
+                                  const SearchShape *shape) {                                     \
     const SearchShape &s = *shape;                                                                \
     const auto search = [&](auto none) {                                                          \
-      const auto at = [&](int64_t i) { return static_cast<decltype(none)>(matrices[i]); };        \
-      typedef typename std::remove_const<typename std::remove_pointer<decltype(none)>::type>::type P;\
-      const Drafter<P, E> drafter = {embedding, s.is_embedding_packed != 0, at(0), at(1),         \
-                                     biases[0], at(2), at(3), biases[1], blocks, num_blocks,      \
-                                     at(4), drafted, s.V, s.H, s.X};                              \
+      const auto get_matrix = [&](int64_t i) { return static_cast<decltype(none)>(matrices[i]); };\
+      typedef typename std::remove_const<typename std::remove_pointer<decltype(none)>::type>::type P; \
+      const Drafter<P, E> drafter = {                                                             \
+          embedding, s.is_embedding_packed != 0, get_matrix(0), get_matrix(1), biases[0],         \
+          get_matrix(2), get_matrix(3), biases[1], blocks, num_blocks, get_matrix(4), drafted,    \
+          s.V, s.H, s.X};                                                                         \
       int64_t levels = s.L;                                                                       \
       run_in_team(s.B * s.V * s.X > kParallelWork, [&] {                                          \
         if (temperatures != nullptr)                                                              \
-          levels = search_tree(drafter, hidden, tokens, temperatures, least, found, chances, s.B, \
+          levels = search_tree(drafter, hidden, tokens, temperatures, min_gain, nodes, chances, s.B, \
                                s.W, s.L, s.N);                                                    \
         else                                                                                      \
-          search_beams(drafter, hidden, tokens, found, s.B, s.W, s.L, s.C);                       \
+          search_beams(drafter, hidden, tokens, nodes, s.B, s.W, s.L, s.C);                       \
       });                                                                                         \
       return levels;                                                                              \
     };                                                                                            \
@@ -193,10 +195,10 @@ void specdec_pack_integers(const uint8_t *codes, const float *scales, const uint
 }
 
 // Size of packed rows of GGML's blocks, one run of a matrix, in bytes.
-int64_t specdec_measure_blocks(const BlockRows *part) { return measure_blocks(*part); }
+int64_t specdec_measure_blocks(const BlockRows *run) { return measure_blocks(*run); }
 
-void specdec_pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows *part, char *packed) {
-  pack_blocks(rows, stride, *part, packed);
+void specdec_pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows *run, char *packed) {
+  pack_blocks(rows, stride, *run, packed);
 }
 
 int64_t specdec_widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, const uint8_t *types,

@@ -15,7 +15,7 @@ inline bool can_use_amx() {
   return is_permitted;
 }
 
-// How a thread's AMX registers are shaped while there is one: `rows` of sums in 0 to 3 and of inputs
+// Shape of a thread's AMX registers while there is one of these: `rows` of sums in 0 to 3 and of inputs
 // in 4 and 5; in 6 and 7 so many words of 16 outputs, a band or less. Or for a band and three blocks of
 // rows: sums in 0 to 5, outputs in 6, inputs in 7.
 class Registers {
@@ -26,9 +26,9 @@ class Registers {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
-    for (int at = 0; at < 8; ++at) {
-      shape.row_bytes[at] = static_cast<uint16_t>(at == 4 || at == 5 ? 4 * words : kLine);
-      shape.rows[at] = static_cast<uint8_t>(at < 6 || (at == 7 && is_for_three) ? rows : words);
+    for (int index = 0; index < 8; ++index) {
+      shape.row_bytes[index] = static_cast<uint16_t>(index == 4 || index == 5 ? 4 * words : kLine);
+      shape.rows[index] = static_cast<uint8_t>(index < 6 || (index == 7 && is_for_three) ? rows : words);
     }
     static_assert(sizeof shape == 64, "as the instruction takes it");
     asm volatile("ldtilecfg %0" : : "m"(shape));
@@ -55,17 +55,23 @@ inline void store_register(char *to, int64_t row_bytes) {
 // Registers from 0 on, each with its place in memory; their rows lie `row` bytes apart there.
 template <int kCount>
 struct Sums {
-  char *places[kCount];
+  char *addresses[kCount];
   int64_t row;
 
   void clear() const {
-    for_each([](auto at) { clear_register<decltype(at)::value>(); });
+    for_each([](auto index) { clear_register<decltype(index)::value>(); });
   }
   void load(int64_t distance = 0) const {  // so many bytes from its place
-    for_each([&](auto at) { load_register<decltype(at)::value>(places[decltype(at)::value] + distance, row); });
+    for_each([&](auto index) {
+      constexpr int kIndex = decltype(index)::value;
+      load_register<kIndex>(addresses[kIndex] + distance, row);
+    });
   }
   void store() const {
-    for_each([&](auto at) { store_register<decltype(at)::value>(places[decltype(at)::value], row); });
+    for_each([&](auto index) {
+      constexpr int kIndex = decltype(index)::value;
+      store_register<kIndex>(addresses[kIndex], row);
+    });
   }
 
   // run(std::integral_constant<int, register>()) for each.
@@ -93,26 +99,28 @@ inline void multiply_registers() {
 #endif
 
 #if SPECDEC_AMX
-// Inputs of up to kFewBytes stay in the second cache. While up to kFewBlocks are multiplied, kFewBands of a
-// tile stay in the nearest; more blocks take kFewLongBands, in the second. More inputs take kManyTiles
-// together, by so few bands that the inputs of two blocks stay in the nearest cache for all of these. Three
-// blocks fetch from further ahead. So many tiles' outputs are put at a time: a row of them is another page
-// of memory.
-constexpr int64_t kFewBytes = 1400000, kFewBlocks = 8, kFewBands = 4, kFewLongBands = 64;
-constexpr int64_t kManyTiles = 8, kManyBands = 8, kThreeAhead = 4096, kPutTiles = 8, kPackBands = 16;
+constexpr int64_t kFewBytes = 1400000;  // of inputs, which stay in the second cache
+constexpr int64_t kFewBlocks = 8;  // of rows, while which are multiplied bands of a tile stay in a cache:
+constexpr int64_t kFewBands = 4;  // for so few blocks in the nearest,
+constexpr int64_t kFewLongBands = 64;  // for more blocks in the second
+constexpr int64_t kManyTiles = 8;  // that more inputs than kFewBytes take together
+constexpr int64_t kManyBands = 8;  // at a time then: inputs of two blocks stay in the nearest cache
+constexpr int64_t kThreeAhead = 4096;  // bytes ahead from which three blocks fetch
+constexpr int64_t kPutTiles = 8;  // whose outputs are put together, as a row of them is another page
+constexpr int64_t kPackBands = 16;  // of inputs that a thread packs at a time
 // From here on a matrix is read from memory, for one row a little faster by plain code.
 constexpr int64_t kCachedNumbers = 1 << 20;
 
-// Bands `begin` to `end` of tiles of tile_bytes that follow each other; of these bands `whole` ones
-// are whole, and the one after them is in `rest`, filled up with zeros.
+// Bands `begin` to `end` of tiles of tile_bytes that follow each other; of these bands `num_whole` ones
+// are whole, and the one after them is in `padded_band`, filled up with zeros.
 struct Bands {
-  const char *tile, *rest;
-  int64_t tile_bytes, whole, begin, end;
+  const char *tile, *padded_band;
+  int64_t tile_bytes, num_whole, begin, end;
 };
 
 // Memory that is fetched for each band where it does not stream: four times so many lines.
 struct BandsAhead {
-  const char *at;
+  const char *address;
   int64_t lines;
 };
 
@@ -126,9 +134,9 @@ template <int kX, int kW, bool kStreams>
 __attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t rows, const Bands &w,
                                        BandsAhead ahead, float *sums) {
   constexpr int64_t kWidth = kW * kTile * 4;  // bytes of a row of sums
-  char *first = reinterpret_cast<char *>(sums);
+  char *sum_bytes = reinterpret_cast<char *>(sums);
   constexpr int64_t kBlock = kW == 1 ? kWidth : 0;  // bytes of a row of all blocks' sums
-  const auto find = [&](int block, int64_t line) { return first + block * rows * kBlock + line * kLine; };
+  const auto find = [&](int block, int64_t line) { return sum_bytes + block * rows * kBlock + line * kLine; };
   const auto registers = [&] {
     if constexpr (kX == 3)
       return Sums<6>{{find(0, 0), find(0, 1), find(1, 0), find(1, 1), find(2, 0), find(2, 1)}, kWidth};
@@ -144,8 +152,8 @@ __attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t r
   else
     registers.load();
   for (int64_t band = w.begin; band < w.end; ++band) {
-    const bool is_whole = band < w.whole;
-    const char *from = is_whole ? w.tile + band * kBandBytes : w.rest;
+    const bool is_whole = band < w.num_whole;
+    const char *from = is_whole ? w.tile + band * kBandBytes : w.padded_band;
     const char *inputs = x + band * rows * kLine;
     const auto fetch = [&](int64_t begin, int64_t end) {  // of a band's 32 lines
       if constexpr (kStreams) {
@@ -153,10 +161,10 @@ __attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t r
         for (int64_t line = begin; line < end; ++line)
 #pragma GCC unroll 2
           for (int64_t g = 0; g < kW; ++g)
-            __builtin_prefetch(ahead.at + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
+            __builtin_prefetch(ahead.address + g * w.tile_bytes + line * kLine, 0, kX > 1 ? 2 : 3);
       } else {
-        for (int64_t line = 0; line < ahead.lines; ++line, ahead.at += kLine)
-          __builtin_prefetch(ahead.at, 0, 2);
+        for (int64_t line = 0; line < ahead.lines; ++line, ahead.address += kLine)
+          __builtin_prefetch(ahead.address, 0, 2);
       }
     };
     if constexpr (kX == 3) {
@@ -210,7 +218,7 @@ __attribute__((noinline)) void add_amx(const char *x, int64_t x_bytes, int64_t r
         multiply_registers<3, 4, 6>();
       }
     }
-    if constexpr (kStreams) ahead.at += kBandBytes;
+    if constexpr (kStreams) ahead.address += kBandBytes;
   }
   registers.store();
 }
@@ -235,92 +243,95 @@ void multiply_amx(const X *x, int64_t M, int64_t depth, const bf16 *packed, cons
   const int64_t together = is_alone ? 2 : is_few ? 1 : kManyTiles;
   const int64_t few_bands = is_only ? bands : blocks <= kFewBlocks ? kFewBands : kFewLongBands;
   const int64_t stretch = is_few ? few_bands : kManyBands;
-  const int64_t near = blocks == 3 ? kThreeAhead : kPrefetchBytes;
+  const int64_t near_bytes = blocks == 3 ? kThreeAhead : kPrefetchBytes;
   static thread_local std::vector<Line> scratch;
   const bool is_long = M * N * depth > kParallelWork;
   run_in_team(is_long, [&] {
     Line *inputs = reserve(scratch, blocks * bands * rows);
-    const int64_t parts = (bands + kPackBands - 1) / kPackBands;
-    for_each(blocks * parts, is_long && M * depth > kPackedAlone, [&](int64_t part) {
-      const int64_t block = part / parts, start = part % parts * kPackBands;
+    const int64_t num_slices = (bands + kPackBands - 1) / kPackBands;
+    for_each(blocks * num_slices, is_long && M * depth > kPackedAlone, [&](int64_t slice) {
+      const int64_t block = slice / num_slices, start = slice % num_slices * kPackBands;
       Line *to = inputs + (block * bands + start) * rows;
       for (int64_t band = start; band < std::min(start + kPackBands, bands); ++band)
         for (int64_t m = block * rows; m < (block + 1) * rows; ++m, ++to) {
-          const int64_t begin = band * 2 * kBand, used = m < M ? std::min(2 * kBand, depth - begin) : 0;
+          const int64_t begin = band * 2 * kBand;
+          const int64_t num_used = m < M ? std::min(2 * kBand, depth - begin) : 0;
           const X *from = x + m * depth + begin;
           if constexpr (std::is_same<X, bf16>::value)
-            if (used == 2 * kBand) {
+            if (num_used == 2 * kBand) {
               std::memcpy(to->numbers, from, sizeof to->numbers);
               continue;
             }
           *to = Line{};
-          for (int64_t i = 0; i < used; ++i) store(to->numbers[i], to_float(from[i]));
+          for (int64_t i = 0; i < num_used; ++i) store(to->numbers[i], to_float(from[i]));
         }
     });
     const int64_t sums_size = blocks * rows * kTile;  // of a tile
-    const int64_t kept = is_only ? together : std::max(together, kPutTiles);
-    const char *first = reinterpret_cast<const char *>(packed);
-    share_repeatable(tiles, kept, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t last) {
+    const int64_t max_waiting = is_only ? together : std::max(together, kPutTiles);
+    const char *matrix_bytes = reinterpret_cast<const char *>(packed);
+    share_repeatable(tiles, max_waiting, is_long, [=](const ChunkClaim &claim, int64_t begin,
+                                                         int64_t end_tile) {
       const Registers registers(rows, kBand, true);
-      alignas(kLine) char rest[kManyTiles * kBandBytes];
+      alignas(kLine) char padded_band[kManyTiles * kBandBytes];
       static thread_local std::vector<Line> sums_memory;
-      float *sums = reinterpret_cast<float *>(reserve(sums_memory, kept * sums_size * 4 / kLine));
-      for (int64_t t = begin; t < last; t += together) {
-        const int64_t count = std::min(together, last - t), at = (t - begin) % kept;
-        const char *tile = first + t * tile_bytes;
-        Bands w{tile, rest, tile_bytes, steps / kBand, 0, 0};
-        if (w.whole < bands)
+      float *sums = reinterpret_cast<float *>(reserve(sums_memory, max_waiting * sums_size * 4 / kLine));
+      for (int64_t t = begin; t < end_tile; t += together) {
+        const int64_t count = std::min(together, end_tile - t), tile_index = (t - begin) % max_waiting;
+        const char *tile = matrix_bytes + t * tile_bytes;
+        Bands w{tile, padded_band, tile_bytes, steps / kBand, 0, 0};
+        if (w.num_whole < bands)
           for (int64_t g = 0; g < count; ++g) {
-            const int64_t from = w.whole * kBandBytes, size = tile_bytes - from;
-            std::memcpy(rest + g * kBandBytes, w.tile + g * tile_bytes + from, size);
-            std::memset(rest + g * kBandBytes + size, 0, kBandBytes - size);
+            const int64_t from = w.num_whole * kBandBytes, size = tile_bytes - from;
+            std::memcpy(padded_band + g * kBandBytes, w.tile + g * tile_bytes + from, size);
+            std::memset(padded_band + g * kBandBytes + size, 0, kBandBytes - size);
           }
         for (; w.begin < bands; w.begin = w.end) {
           w.end = std::min(w.begin + stretch, bands);
           // With many: what follows of these tiles, else of those after them.
           const bool is_end = w.end == bands;
-          const int64_t next = is_few ? w.begin * kBandBytes + near
+          const int64_t next_bytes = is_few ? w.begin * kBandBytes + near_bytes
                                       : is_end ? together * tile_bytes : w.end * kBandBytes;
           const int64_t following = std::min(stretch, is_end ? bands : bands - w.end);
           const int64_t own_bands = w.end - w.begin, all_bands = groups * own_bands;
           const int64_t lines =
               is_few ? 0 : (following * (kBandBytes / kLine / 4) + all_bands - 1) / all_bands;
-          int64_t fetched = 0, some = 0;
-          for (int64_t block = 0; block < blocks; block += some) {
-            some = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
+          int64_t fetched = 0, num_blocks = 0;
+          for (int64_t block = 0; block < blocks; block += num_blocks) {
+            num_blocks = is_alone ? 1 : blocks - block == 3 ? 3 : 2;
             const char *from = reinterpret_cast<const char *>(inputs) + block * x_bytes;
             const bool streams = is_few && block == 0;
             for (int64_t g = 0; g < count; g += together == 2 ? 2 : 1) {
-              Bands own = w;
-              own.tile += g * tile_bytes;
-              own.rest += g * kBandBytes;
-              const BandsAhead ahead{own.tile + next + fetched, fetched < following * kBandBytes ? lines : 0};
-              float *to = sums + (at + g) * sums_size + block * rows * kTile;
+              Bands group_bands = w;
+              group_bands.tile += g * tile_bytes;
+              group_bands.padded_band += g * kBandBytes;
+              const BandsAhead ahead{group_bands.tile + next_bytes + fetched,
+                                     fetched < following * kBandBytes ? lines : 0};
+              float *to = sums + (tile_index + g) * sums_size + block * rows * kTile;
               if (is_alone && count == 2)
-                add_amx<1, 2, true>(from, x_bytes, rows, own, ahead, to);
+                add_amx<1, 2, true>(from, x_bytes, rows, group_bands, ahead, to);
               else if (is_alone)
-                add_amx<1, 1, true>(from, x_bytes, rows, own, ahead, to);
-              else if (streams && some == 3)
-                add_amx<3, 1, true>(from, x_bytes, rows, own, ahead, to);
+                add_amx<1, 1, true>(from, x_bytes, rows, group_bands, ahead, to);
+              else if (streams && num_blocks == 3)
+                add_amx<3, 1, true>(from, x_bytes, rows, group_bands, ahead, to);
               else if (streams)
-                add_amx<2, 1, true>(from, x_bytes, rows, own, ahead, to);
-              else if (some == 3)
-                add_amx<3, 1, false>(from, x_bytes, rows, own, ahead, to);
+                add_amx<2, 1, true>(from, x_bytes, rows, group_bands, ahead, to);
+              else if (num_blocks == 3)
+                add_amx<3, 1, false>(from, x_bytes, rows, group_bands, ahead, to);
               else
-                add_amx<2, 1, false>(from, x_bytes, rows, own, ahead, to);
+                add_amx<2, 1, false>(from, x_bytes, rows, group_bands, ahead, to);
             }
             fetched += own_bands * lines * 4 * kLine;
           }
         }
-        const int64_t finished = at + count;
-        if (!is_alone && finished < kept && t + count < last) continue;
+        const int64_t num_finished = tile_index + count;
+        if (!is_alone && num_finished < max_waiting && t + count < end_tile) continue;
         const auto write_results = [&] {
           if (is_alone)
             return put_sums(sums, M, count * kTile, bias, t * kTile, std::min(count * kTile, N - t * kTile),
                             N, y);
           for (int64_t m = 0; m < M; ++m)
-            for (int64_t g = 0; g < finished; ++g) {
-              const int64_t output = (t - at + g) * kTile;
+            for (int64_t g = 0; g < num_finished; ++g) {
+              const int64_t output = (t - tile_index + g) * kTile;
               put_sums(sums + g * sums_size + m * kTile, 1, kTile, bias, output,
                        std::min(kTile, N - output), N, y + m * N);
             }
@@ -342,8 +353,8 @@ inline void multiply_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
 }
 
-// From so many rows on integers are multiplied by AMX, a chunk of so many inputs at a time.
-constexpr int64_t kAmxLeastRows = 7, kAmxChunk = 512;
+constexpr int64_t kAmxLeastRows = 7;  // from which on integers are multiplied by AMX
+constexpr int64_t kAmxChunk = 512;  // inputs that are multiplied at a time
 constexpr int64_t kFarBytes = 3 << 14;  // beyond the chunk that goes to the nearest cache next
 
 // Some groups of a row's inputs and of 16 outputs. x: bytes of kRows rows, by `parts` of a group, which
@@ -360,7 +371,7 @@ struct Groups {
 template <int kRows, bool kIsSigned>
 void add_groups(const Groups &w, float *sums) {
   static_assert(kVector == kAmxRows, "a row of a register is a vector");
-  alignas(kLine) char found[2][kRows * kLine];
+  alignas(kLine) char stored_sums[2][kRows * kLine];
   Floats totals[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) totals[r] = load<Floats>(sums + r * kTile);
@@ -372,12 +383,12 @@ void add_groups(const Groups &w, float *sums) {
       __builtin_prefetch(ahead + kFarBytes, 0, 2);  // to the second cache
     }
     clear_register<kAt>();
-    for (int64_t part = g * w.parts; part < (g + 1) * w.parts; ++part) {
-      load_register<4 + kAt>(w.x + part * w.part_words * 4 * kRows, 4 * w.part_words);
-      load_register<6 + kAt>(w.w + part * w.part_words * kStepBytes, kStepBytes);
+    for (int64_t word_slice = g * w.parts; word_slice < (g + 1) * w.parts; ++word_slice) {
+      load_register<4 + kAt>(w.x + word_slice * w.part_words * 4 * kRows, 4 * w.part_words);
+      load_register<6 + kAt>(w.w + word_slice * w.part_words * kStepBytes, kStepBytes);
       multiply_bytes<kAt, 4 + kAt, 6 + kAt, kIsSigned>();
     }
-    store_register<kAt>(found[kAt], kLine);
+    store_register<kAt>(stored_sums[kAt], kLine);
   };
   const auto finish = [&](const char *from, int64_t g) {
     const Floats scale = load<Floats>(w.scales + g * w.scale_bytes);
@@ -394,9 +405,9 @@ void add_groups(const Groups &w, float *sums) {
   start(even, 0);
   for (int64_t g = 0; g < w.count; g += 2) {
     if (g + 1 < w.count) start(odd, g + 1);
-    finish(found[0], g);
+    finish(stored_sums[0], g);
     if (g + 2 < w.count) start(even, g + 2);
-    if (g + 1 < w.count) finish(found[1], g + 1);
+    if (g + 1 < w.count) finish(stored_sums[1], g + 1);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * kTile, &totals[r], sizeof(Floats));
@@ -437,13 +448,13 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
   struct Line {
     alignas(kLine) char bytes[kLine];
   };
-  const int64_t least = (M + (M + kAmxRows - 1) / kAmxRows - 1) / ((M + kAmxRows - 1) / kAmxRows);
-  const int64_t rows = least <= 8 ? 8 : least <= 12 ? 12 : kAmxRows, blocks = (M + rows - 1) / rows;
+  const int64_t min_rows = (M + (M + kAmxRows - 1) / kAmxRows - 1) / ((M + kAmxRows - 1) / kAmxRows);
+  const int64_t rows = min_rows <= 8 ? 8 : min_rows <= 12 ? 12 : kAmxRows, blocks = (M + rows - 1) / rows;
   const auto add = rows == 8    ? add_groups<8, kBits == 4>
                    : rows == 12 ? add_groups<12, kBits == 4>
                                 : add_groups<kAmxRows, kBits == 4>;
   const int64_t group = w.group_steps * Matrix::kElements, part_words = std::min(kBand, group / 4);
-  const int64_t parts = group / part_words / 4;
+  const int64_t num_slices = group / part_words / 4;
   const int64_t tiles = (N + kTile - 1) / kTile, x_bytes = w.groups * group * rows;
   const int64_t chunk = kAmxChunk / group, head = 2 * rows;
   const int64_t lines = (kAmxChunk / Matrix::kElements * kStepBytes / kLine + 2 * blocks * chunk - 1) /
@@ -461,20 +472,20 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
         int32_t sum = 0;
         const float scale = m < M ? w.round(x + m * w.depth, g, bytes, sum) * factor : 0.0f;
-        uint32_t *own = heads + (block * w.groups + g) * head;
-        own[r] = as_bits(scale);
-        own[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(sum));
+        uint32_t *group_heads = heads + (block * w.groups + g) * head;
+        group_heads[r] = as_bits(scale);
+        group_heads[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(sum));
         char *to = inputs + block * x_bytes + g * group * rows + r * 4 * part_words;
-        for (int64_t part = 0; part < parts; ++part)
-          std::memcpy(to + part * part_words * 4 * rows, bytes + part * part_words * 4, part_words * 4);
+        for (int64_t slice = 0; slice < num_slices; ++slice)
+          std::memcpy(to + slice * part_words * 4 * rows, bytes + slice * part_words * 4, part_words * 4);
       }
     });
-    share_repeatable(tiles, 1, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t last) {
+    share_repeatable(tiles, 1, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t end_tile) {
       const Registers registers(rows, part_words);
       alignas(kLine) static thread_local char unpacked[kAmxChunk * kTile] = {};
       static thread_local std::vector<Line> sums_memory;
       float *sums = reinterpret_cast<float *>(reserve(sums_memory, blocks * rows * kTile * 4 / kLine));
-      for (int64_t t = begin; t < last; ++t) {
+      for (int64_t t = begin; t < end_tile; ++t) {
         const char *tile = w.tiles + t * w.tile_bytes;
         std::fill_n(sums, blocks * rows * kTile, 0.0f);
         for (int64_t g = 0; g < w.groups; g += chunk) {
@@ -494,7 +505,7 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
               add(
                   {inputs + block * x_bytes + g * group * rows, from + k * kLine,
                    tile + (g * w.scale_stride + k * kVector) * 4, ahead,
-                   heads + (block * w.groups + g) * head, count, parts, part_words,
+                   heads + (block * w.groups + g) * head, count, num_slices, part_words,
                    w.scale_stride * 4, lines},
                   sums + block * rows * kTile + k * kVector);
         }
@@ -530,7 +541,7 @@ void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bi
   if constexpr (!std::is_same<W, Integers>::value)
     multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y, N);
   else if (packed->bits == 0)
-    multiply_parts(x, M, reinterpret_cast<const BlockRows *>(packed), bias, N, y);
+    multiply_runs(x, M, reinterpret_cast<const BlockRows *>(packed), bias, N, y);
   else if (packed->bits == 4)
     multiply_integers(x, M, IntegerMatrix<4>(packed), bias, N, y);
   else

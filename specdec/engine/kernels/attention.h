@@ -6,7 +6,7 @@
 
 namespace {
 
-// How a layer attends. q_norm, k_norm: weights [H] of the norms of each query and each key before
+// Attention of a layer. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
 // where it stays; epsilon: of the norms, offset: what their weights are stored less.
@@ -54,7 +54,7 @@ class Attend {
         value_cache(cache + heads.R * heads.K * heads.S * heads.H) {
     for (int64_t b = 0; b < step.B; ++b) {
       const BlockRange range = find_range(b);
-      longest = std::max(longest, step.past[b] + step.C - range.first * kBlockPositions);
+      longest = std::max(longest, step.past[b] + step.C - range.first_block * kBlockPositions);
       most_blocks = std::max(most_blocks, range.count());
     }
     const int64_t num_queries = step.T * group;
@@ -93,25 +93,25 @@ class Attend {
  private:
   static constexpr bool kByBands = kSumsBands && std::is_same<E, bf16>::value;
 
-  // The blocks that a row's tokens see, from `first` on. Those before `last` hold committed positions
-  // only; `last` holds the newest committed ones and the step's tokens, which may lie in `num_last`
-  // blocks by their places in the text.
+  // The blocks that a row's tokens see, from `first_block` on. Those before `last_block` hold committed
+  // positions only; `last_block` holds the newest committed ones and the step's tokens, which may lie
+  // in `num_last` blocks by their places in the text.
   struct BlockRange {
-    int64_t first, last, num_last;
+    int64_t first_block, last_block, num_last;
     bool is_chain;  // each of the step's tokens lies at its place, so all blocks are alike
-    int64_t count() const { return last + num_last - first; }
+    int64_t count() const { return last_block + num_last - first_block; }
   };
 
   // The row, the K/V head and the queries of a tile, and the keys and values that it reads.
   struct QueryTile {
-    int64_t number, b, k, first, count;
+    int64_t number, b, k, first_query, count;
     const E *keys, *values;
     BlockRange range;
   };
 
   // Memory that a thread works in.
   struct Workspace {
-    PartialOutput whole, block;
+    PartialOutput merged_output, block;
     LaneWorkspace lanes;
     float *queries, *scores, *weights, *wide, *line;
     std::vector<int32_t> *seen;  // of the tile's row
@@ -121,7 +121,7 @@ class Attend {
 #endif
 
     Workspace(const Attend &attend, float *memory)
-        : whole(memory, attend.padded_queries, attend.width),
+        : merged_output(memory, attend.padded_queries, attend.width),
           block(memory + attend.partial_size, attend.padded_queries, attend.width),
           lanes(memory + 2 * attend.partial_size, attend.padded_queries, attend.heads.H, attend.step.C),
           queries(memory + 2 * attend.partial_size),
@@ -157,9 +157,9 @@ class Attend {
     for (int64_t n = 0; n < heads.N && attention.rotated > 0; ++n)
       rotate_to(token + n * H, token + n * H, cosine, sine, attention.rotated, H);
     for (int64_t k = 0; k < heads.K; ++k) {
-      const int64_t at = (step.rows[b] * heads.K + k) * head_size + slot * H;
-      rotate_to(token + (heads.N + k) * H, key_cache + at, cosine, sine, attention.rotated, H);
-      std::memcpy(value_cache + at, token + (heads.N + heads.K + k) * H, sizeof(E) * H);
+      const int64_t offset = (step.rows[b] * heads.K + k) * head_size + slot * H;
+      rotate_to(token + (heads.N + k) * H, key_cache + offset, cosine, sine, attention.rotated, H);
+      std::memcpy(value_cache + offset, token + (heads.N + heads.K + k) * H, sizeof(E) * H);
     }
   }
 
@@ -194,26 +194,28 @@ class Attend {
   }
 
   BlockRange find_range(int64_t b) const {
-    int64_t first = step.past[b];
-    for (int64_t t = 0; t < step.T; ++t) first = std::min(first, find_first_position(b, t));
-    const int64_t last = step.past[b] / kBlockPositions;
+    int64_t first_position = step.past[b];
+    for (int64_t t = 0; t < step.T; ++t)
+      first_position = std::min(first_position, find_first_position(b, t));
+    const int64_t last_block = step.past[b] / kBlockPositions;
     const int64_t num_last = (step.past[b] % kBlockPositions + step.C - 1) / kBlockPositions + 1;
     if (kByBands && step.C == step.T && is_chain(b))
-      return {first / kBlockPositions, last + num_last - 1, 1, true};
-    return {first / kBlockPositions, last, num_last, false};
+      return {first_position / kBlockPositions, last_block + num_last - 1, 1, true};
+    return {first_position / kBlockPositions, last_block, num_last, false};
   }
 
   QueryTile get_tile(int64_t number) const {
     const int64_t b = number / (heads.K * num_tiles), k = number / num_tiles % heads.K;
-    const int64_t first = number % num_tiles * tile_size, at = (step.rows[b] * heads.K + k) * head_size;
-    return {number, b, k, first, std::min(tile_size, step.T * group - first), key_cache + at,
-            value_cache + at, find_range(b)};
+    const int64_t first_query = number % num_tiles * tile_size;
+    const int64_t offset = (step.rows[b] * heads.K + k) * head_size;
+    return {number, b, k, first_query, std::min(tile_size, step.T * group - first_query), key_cache + offset,
+            value_cache + offset, find_range(b)};
   }
 
-  int64_t get_token(const QueryTile &tile, int64_t q) const { return (tile.first + q) / group; }
+  int64_t get_token(const QueryTile &tile, int64_t q) const { return (tile.first_query + q) / group; }
 
   int64_t get_head(const QueryTile &tile, int64_t q) const {
-    return tile.k * group + (tile.first + q) % group;
+    return tile.k * group + (tile.first_query + q) % group;
   }
 
   const E *get_query(const QueryTile &tile, int64_t q) const {
@@ -244,39 +246,41 @@ class Attend {
 
   void run_slices(const ChunkClaim &claim, int64_t begin, int64_t end) const {
     Workspace memory(*this, borrow_memory());
-    for (int64_t at = begin; at < end; ++at) {
-      const QueryTile tile = get_tile(at / num_slices);
+    for (int64_t index = begin; index < end; ++index) {
+      const QueryTile tile = get_tile(index / num_slices);
       if (!needs_output(tile)) continue;
       if (num_slices > 1) {
-        run_slice(memory, tile, at % num_slices, [&](int64_t block, const PartialOutput &partial) {
+        run_slice(memory, tile, index % num_slices, [&](int64_t block, const PartialOutput &partial) {
           claim.write([&] { std::copy_n(partial.sums, partial_size, get_partial(tile, block).sums); });
         });
         continue;
       }
-      memory.whole.clear(tile.count);
+      memory.merged_output.clear(tile.count);
       run_slice(memory, tile, 0,
-                [&](int64_t, const PartialOutput &partial) { memory.whole.add(partial, tile.count); });
-      write_outputs(claim, tile, memory.whole);
+                [&](int64_t, const PartialOutput &partial) {
+                  memory.merged_output.add(partial, tile.count);
+                });
+      write_outputs(claim, tile, memory.merged_output);
     }
   }
 
   void merge_tiles(const ChunkClaim &claim, int64_t begin, int64_t end) const {
-    const PartialOutput whole(borrow_memory(), padded_queries, width);
-    for (int64_t at = begin; at < end; ++at) {
-      const QueryTile tile = get_tile(at);
+    const PartialOutput merged_output(borrow_memory(), padded_queries, width);
+    for (int64_t tile_index = begin; tile_index < end; ++tile_index) {
+      const QueryTile tile = get_tile(tile_index);
       if (!needs_output(tile)) continue;
-      whole.clear(tile.count);
-      for (int64_t i = 0; i < tile.range.count(); ++i) whole.add(get_partial(tile, i), tile.count);
-      write_outputs(claim, tile, whole);
+      merged_output.clear(tile.count);
+      for (int64_t i = 0; i < tile.range.count(); ++i) merged_output.add(get_partial(tile, i), tile.count);
+      write_outputs(claim, tile, merged_output);
     }
   }
 
   // Calls `take` with the number and the partial output of each block in a slice of a tile.
   template <typename Take>
   void run_slice(Workspace &memory, const QueryTile &tile, int64_t slice, const Take &take) const {
-    const int64_t blocks = tile.range.last + 1 - tile.range.first;
-    const int64_t begin = tile.range.first + blocks * slice / num_slices;
-    const int64_t end = tile.range.first + blocks * (slice + 1) / num_slices;
+    const int64_t blocks = tile.range.last_block + 1 - tile.range.first_block;
+    const int64_t begin = tile.range.first_block + blocks * slice / num_slices;
+    const int64_t end = tile.range.first_block + blocks * (slice + 1) / num_slices;
     if constexpr (kByBands) {
       if (!tile.range.is_chain) list_seen(tile.b, *memory.seen);
       for (int64_t q = 0; q < tile.count; q += kLanes)
@@ -298,7 +302,7 @@ class Attend {
   template <typename Take>
   void run_block(Workspace &memory, const QueryTile &tile, int64_t block, const Take &take) const {
     const int64_t base = block * kBlockPositions, past = step.past[tile.b], H = heads.H;
-    const bool is_last = block == tile.range.last;
+    const bool is_last = block == tile.range.last_block;
     const int64_t length = is_last ? past + step.C - base : kBlockPositions;
     compute_scores(memory.queries, tile.count, tile.keys + base * H, length, H, attention.cap,
                    memory.wide, memory.scores, line_size);
@@ -318,18 +322,18 @@ class Attend {
       add_values((is_last ? memory.weights : memory.scores) + begin, tile.count, line_size,
                  tile.values + (base + begin) * H, length - begin, H, memory.wide, memory.block.sums,
                  width);
-      take(block - tile.range.first + i, memory.block);
+      take(block - tile.range.first_block + i, memory.block);
     }
   }
 
-  // The weights of the newest positions, of which those in their block `part` of the text count: a
+  // The weights of the newest positions, of which those in the text's block `block_index` count: a
   // token's place there is the number of tokens before it that a query sees with it. memory.line: the
   // block's scores in the order of these places.
-  void make_newest_weights(Workspace &memory, const QueryTile &tile, int64_t part) const {
+  void make_newest_weights(Workspace &memory, const QueryTile &tile, int64_t block_index) const {
     const int64_t past = step.past[tile.b], before = past % kBlockPositions;
-    const int64_t begin = part * kBlockPositions, C = step.C;
+    const int64_t begin = block_index * kBlockPositions, C = step.C;
     const int64_t num_places = std::min(kBlockPositions, before + C - begin);
-    const int64_t committed = part == 0 ? before : 0;
+    const int64_t committed = block_index == 0 ? before : 0;
     float *line = memory.line;
     for (int64_t q = 0; q < tile.count; ++q) {
       const int64_t t = get_token(tile, q), lowest = get_lowest(tile.b, t);
@@ -341,13 +345,13 @@ class Attend {
       std::fill(line + committed, line + round_up(num_places, kSums), kHidden);
       const int64_t unseen = find_first_position(tile.b, t) - (past - before);
       std::fill(line, line + std::max<int64_t>(0, std::min(committed, unseen)), kHidden);
-      for (int64_t j = 0, at = before - begin; j < C; ++j)
-        if (mask[j] && ++at > 0 && at <= num_places && positions[j] >= lowest)
-          line[at - 1] = from[before + j];
+      for (int64_t j = 0, place = before - begin; j < C; ++j)
+        if (mask[j] && ++place > 0 && place <= num_places && positions[j] >= lowest)
+          line[place - 1] = from[before + j];
       make_weights(line, round_up(num_places, kSums), memory.block.tops[q], memory.block.totals[q]);
       std::copy_n(line, committed, to);
-      for (int64_t j = 0, at = before - begin; j < C; ++j)
-        to[before + j] = mask[j] && ++at > 0 && at <= num_places ? line[at - 1] : 0.0f;
+      for (int64_t j = 0, place = before - begin; j < C; ++j)
+        to[before + j] = mask[j] && ++place > 0 && place <= num_places ? line[place - 1] : 0.0f;
     }
   }
 
@@ -371,7 +375,7 @@ class Attend {
   struct LaneBlock {
     int64_t base, length, common, newest;
     bool is_tree;
-    Prefetch next;  // of the next block's keys
+    Prefetch next_keys;  // of the next block's keys
 
     int64_t count_bands() const { return common / kBandPositions; }
   };
@@ -384,13 +388,13 @@ class Attend {
     const BlockRange &range = tile.range;
     const int64_t past = step.past[tile.b], base = number * kBlockPositions, H = heads.H;
     const int64_t newest = past % kBlockPositions;
-    const bool is_tree = number == range.last && !range.is_chain;
+    const bool is_tree = number == range.last_block && !range.is_chain;
     const int64_t length = is_tree ? newest : std::min(kBlockPositions, past + step.C - base);
     const int64_t common =
         is_tree ? newest / kBandPositions * kBandPositions : round_up(length, kBandPositions);
     const int64_t lines = kBandPositions * H * 2 / kLine;  // of a band's
-    const char *next = reinterpret_cast<const char *>(tile.keys + (base + kBlockPositions) * H);
-    const LaneBlock block{base, length, common, newest, is_tree, {next, has_next ? lines / 2 : 0}};
+    const char *next_keys = reinterpret_cast<const char *>(tile.keys + (base + kBlockPositions) * H);
+    const LaneBlock block{base, length, common, newest, is_tree, {next_keys, has_next ? lines / 2 : 0}};
     for (int64_t i = 0; i < (is_tree ? range.num_last : 1); ++i) {
       const int64_t begin = i * kBlockPositions - newest;  // the first of the step's here
       const int64_t before = i == 0 ? length : 0, bands = i == 0 ? block.count_bands() : 0;
@@ -404,14 +408,14 @@ class Attend {
         if (is_tree) add_newest_scores(memory, tile, q, begin);
         float *sums = memory.block.sums + q * width;
         make_lane_weights(memory.lanes.scores, places, is_capped() ? 1.0f : attention.scale,
-                          is_first ? block.next : Prefetch{nullptr, 0}, memory.lanes.weights,
+                          is_first ? block.next_keys : Prefetch{nullptr, 0}, memory.lanes.weights,
                           memory.block.tops + q, memory.block.totals + q);
         if (is_first) pair_values(memory, tile, block);
         add_weighted(memory.lanes.weights, 0, num_queries, memory.lanes.values, width, bands,
                      memory.by_amx, nullptr, sums);
         if (is_tree) add_tail_values(memory, tile, block, q, begin, before, bands, sums);
       }
-      take(number - range.first + i, memory.block);
+      take(number - range.first_block + i, memory.block);
     }
   }
 
@@ -433,22 +437,22 @@ class Attend {
   // that any of these queries uses, in whole bands.
   int64_t hide_unseen(Workspace &memory, const QueryTile &tile, const LaneBlock &block, int64_t q,
                       int64_t begin, int64_t before) const {
-    float first[kLanes], last[kLanes];
+    float first_places[kLanes], last_places[kLanes];
     int64_t longest_lane = before;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const int64_t at = std::min(q + lane, tile.count - 1), t = get_token(tile, at);
+      const int64_t query = std::min(q + lane, tile.count - 1), t = get_token(tile, query);
       const int64_t from =
           attention.window > 0 ? get_position(tile.b, t) - attention.window + 1 - block.base : 0;
       const int64_t to = tile.range.is_chain ? step.past[tile.b] + t + 1 - block.base : before;
-      first[lane] = static_cast<float>(std::min(std::max<int64_t>(from, 0), before));
-      last[lane] = static_cast<float>(std::min(std::max<int64_t>(to, 0), before));
+      first_places[lane] = static_cast<float>(std::min(std::max<int64_t>(from, 0), before));
+      last_places[lane] = static_cast<float>(std::min(std::max<int64_t>(to, 0), before));
       if (block.is_tree) {
-        const int64_t count = get_seen(memory, tile, at)[step.C] - begin;
+        const int64_t count = get_seen(memory, tile, query)[step.C] - begin;
         longest_lane = std::max(longest_lane, std::min<int64_t>(kBlockPositions, count));
       }
     }
     const int64_t places = round_up(longest_lane, kBandPositions);
-    hide_scores(first, last, places, memory.lanes.scores);
+    hide_scores(first_places, last_places, places, memory.lanes.scores);
     return places;
   }
 
@@ -469,7 +473,8 @@ class Attend {
 
   // Lays out a block's values in pairs, while the second half of the next block's keys is fetched.
   void pair_values(Workspace &memory, const QueryTile &tile, const LaneBlock &block) const {
-    Prefetch prefetch{block.next.from + block.next.lines * kBandBlock * kLine, block.next.lines};
+    Prefetch prefetch{block.next_keys.from + block.next_keys.lines * kBandBlock * kLine,
+                      block.next_keys.lines};
     for (int64_t p = 0; p < block.common; p += 2) {
       const E *low = tile.values + (block.base + p) * heads.H;
       if (p % kBandPositions == 0) prefetch.fetch();
@@ -484,22 +489,22 @@ class Attend {
                        int64_t begin, int64_t before, int64_t bands, float *sums) const {
     const LaneWorkspace &lanes = memory.lanes;
     const int64_t num_queries = std::min(kLanes, tile.count - q), C = step.C, H = heads.H;
-    for (int64_t lane = 0, next = 0; lane < num_queries; lane = next) {
+    for (int64_t lane = 0, next_lane = 0; lane < num_queries; lane = next_lane) {
       const int32_t *slots = get_seen(memory, tile, q + lane);
-      for (next = lane + 1; next < num_queries; ++next)
-        if (!std::equal(slots, slots + C + 1, get_seen(memory, tile, q + next))) break;
+      for (next_lane = lane + 1; next_lane < num_queries; ++next_lane)
+        if (!std::equal(slots, slots + C + 1, get_seen(memory, tile, q + next_lane))) break;
       const int64_t end = std::min<int64_t>(slots[C] - begin, kBlockPositions);
-      const auto find_value = [&](int64_t at) -> const E * {
-        if (at < before) return tile.values + (block.base + at) * H;
-        return at < end ? tile.values + (step.past[tile.b] + slots[at + begin]) * H : nullptr;
+      const auto find_value = [&](int64_t place) -> const E * {
+        if (place < before) return tile.values + (block.base + place) * H;
+        return place < end ? tile.values + (step.past[tile.b] + slots[place + begin]) * H : nullptr;
       };
       uint32_t *to = lanes.tail_values;
       const int64_t stop = round_up(end, kBandPositions);
-      for (int64_t at = bands * kBandPositions; at < stop; at += 2, to += width)
-        pair_rows(find_value(at), find_value(at + 1), H, width, to);
-      add_weighted(lanes.weights + bands * kLaneWords, lane, next, lanes.tail_values, width,
+      for (int64_t place = bands * kBandPositions; place < stop; place += 2, to += width)
+        pair_rows(find_value(place), find_value(place + 1), H, width, to);
+      add_weighted(lanes.weights + bands * kLaneWords, lane, next_lane, lanes.tail_values, width,
                    (to - lanes.tail_values) / (kBand * width), memory.by_amx, sums, lanes.sums);
-      std::copy(lanes.sums + lane * width, lanes.sums + next * width, sums + lane * width);
+      std::copy(lanes.sums + lane * width, lanes.sums + next_lane * width, sums + lane * width);
     }
   }
 

@@ -120,8 +120,8 @@ inline void store_floats(Words words, float *to, const half *) {
 template <typename E>
 inline void fetch_row(const E *row, int64_t H) {
   const char *ahead = reinterpret_cast<const char *>(row) + kPrefetchBytes;
-  for (int64_t at = 0; at < H * static_cast<int64_t>(sizeof(E)); at += kLine)
-    __builtin_prefetch(ahead + at, 0, kFetchesFar ? 2 : 3);
+  for (int64_t byte = 0; byte < H * static_cast<int64_t>(sizeof(E)); byte += kLine)
+    __builtin_prefetch(ahead + byte, 0, kFetchesFar ? 2 : 3);
 }
 
 // Lays keys [count, H], up to kSpan of them, side by side: [H, kSpan], zeros beyond `count`.
@@ -210,9 +210,9 @@ void compute_scores(const float *queries, int64_t count, const E *keys, int64_t 
     add_product(queries, count, H, scratch, kSpan, num_columns, H, scores + p, stride, true);
   }
   for (int64_t q = 0; q < count && cap > 0.0f; ++q)
-    for (float *at = scores + q * stride, *end = at + num_keys; at < end; at += kVector) {
-      const Floats capped = cap * tanh_fast(load<Floats>(at) / cap);
-      std::memcpy(at, &capped, sizeof capped);
+    for (float *score = scores + q * stride, *end = score + num_keys; score < end; score += kVector) {
+      const Floats capped = cap * tanh_fast(load<Floats>(score) / cap);
+      std::memcpy(score, &capped, sizeof capped);
     }
 }
 

@@ -87,7 +87,7 @@ inline void add_weighted_amx(const char *weights, const char *values, int64_t ro
                              const char *from, char *to) {
   Sums<kTiles> sums;
   sums.row = row;
-  for (int64_t at = 0; at < kTiles; ++at) sums.places[at] = to + at * kLine;
+  for (int64_t index = 0; index < kTiles; ++index) sums.addresses[index] = to + index * kLine;
   if (from == nullptr)
     sums.clear();
   else
@@ -105,16 +105,16 @@ inline void add_weighted_amx(const char *weights, const char *values, int64_t ro
 #endif
 
 // sums [kLanes, width] = those before, or zeros, plus weights [bands, kLanes, kBand] times values
-// [bands, kBand, width], both pairs; of queries `first` to `last`, others may be computed too.
-inline void add_weighted(const uint32_t *weights, int64_t first, int64_t last,
+// [bands, kBand, width], both pairs; of queries `first_query` to `last_query`, others may be computed too.
+inline void add_weighted(const uint32_t *weights, int64_t first_query, int64_t last_query,
                          const uint32_t *values, int64_t width, int64_t bands, bool by_amx,
-                         const float *before, float *sums) {
+                         const float *earlier_sums, float *sums) {
 #if SPECDEC_AMX
   if (by_amx) {
     for (int64_t h = 0; h < width; h += 4 * kLanes) {
       const char *weight = reinterpret_cast<const char *>(weights);
       const char *value = reinterpret_cast<const char *>(values + h);
-      const char *from = before != nullptr ? reinterpret_cast<const char *>(before + h) : nullptr;
+      const char *from = earlier_sums != nullptr ? reinterpret_cast<const char *>(earlier_sums + h) : nullptr;
       char *to = reinterpret_cast<char *>(sums + h);
       const int64_t tiles = (width - h) / kLanes;
       const auto add = tiles == 1   ? add_weighted_amx<1>
@@ -131,10 +131,10 @@ inline void add_weighted(const uint32_t *weights, int64_t first, int64_t last,
   constexpr int kCount = 4;
   const Flushing flushing;
   for (int64_t h = 0; h < width; h += kVector)
-    for (int64_t q = first / kCount * kCount; q < last; q += kCount) {
+    for (int64_t q = first_query / kCount * kCount; q < last_query; q += kCount) {
       Floats total[kCount] = {};
-      if (before != nullptr)
-        for (int64_t r = 0; r < kCount; ++r) total[r] = load<Floats>(before + (q + r) * width + h);
+      if (earlier_sums != nullptr)
+        for (int64_t r = 0; r < kCount; ++r) total[r] = load<Floats>(earlier_sums + (q + r) * width + h);
       for (int64_t band = 0; band < bands; ++band) {
         Floats even[kCount] = {}, odd[kCount] = {};
         for (int64_t i = 0; i < kBand; ++i) {
@@ -202,16 +202,16 @@ inline void make_lane_weights(const float *scores, int64_t rows, float scale, Pr
     // 2^x with a relative error below 3e-6, rounded to nearest.
     const auto round_weight = [&](const float *from) {
       const Floats x = (load<Floats>(from) - top) * factor, rounding = Floats{} + 12582912.0f;
-      const Floats rounded = x + rounding, part = x - (rounded - rounding);
+      const Floats rounded = x + rounding, fraction = x - (rounded - rounding);
       Floats p = Floats{} + 9.58285e-3f;
-      p = mul_add(p, part, Floats{} + 5.590644e-2f);
-      p = mul_add(p, part, Floats{} + 2.4024099e-1f);
-      p = mul_add(p, part, Floats{} + 6.9312419e-1f);
-      p = mul_add(p, part, Floats{} + 1.0f);
+      p = mul_add(p, fraction, Floats{} + 5.590644e-2f);
+      p = mul_add(p, fraction, Floats{} + 2.4024099e-1f);
+      p = mul_add(p, fraction, Floats{} + 6.9312419e-1f);
+      p = mul_add(p, fraction, Floats{} + 1.0f);
       const Words weight = (Words)p + ((Words)rounded << 23);
       return (x > Floats{} - 125.0f ? weight : Words{}) + 0x8000u;
     };
-    Floats parts[4] = {};
+    Floats weight_sums[4] = {};
     for (int64_t band = 0; band < rows / kBandPositions; ++band)
       for (int64_t pair = 0; pair < kBand; pair += kVector) {
         if (lane + pair == 0) prefetch.fetch();
@@ -221,34 +221,36 @@ inline void make_lane_weights(const float *scores, int64_t rows, float scale, Pr
           const float *from = scores + (band * kBandPositions + 2 * (pair + i)) * kLanes + lane;
           const Words low = round_weight(from), high = round_weight(from + kLanes) & 0xffff0000u;
           words[i] = low >> 16 | high;
-          parts[i % 2 * 2] += widen_high(low);
-          parts[i % 2 * 2 + 1] += (Floats)high;
+          weight_sums[i % 2 * 2] += widen_high(low);
+          weight_sums[i % 2 * 2 + 1] += (Floats)high;
         }
         transpose(words);
         for (int64_t q = 0; q < kVector; ++q)
           std::memcpy(weights + band * kLaneWords + (lane + q) * kBand + pair, &words[q],
                       sizeof(Words));
       }
-    const Floats total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    const Floats total = (weight_sums[0] + weight_sums[1]) + (weight_sums[2] + weight_sums[3]);
     const Floats scaled = largest > Floats{} + kHidden ? largest * scale : largest;
     std::memcpy(tops + lane, &scaled, sizeof scaled);
     std::memcpy(totals + lane, &total, sizeof total);
   }
 }
 
-// Hides scores [rows, kLanes] but those from first[lane] to last[lane].
-inline void hide_scores(const float *first, const float *last, int64_t rows, float *scores) {
-  const float seen = *std::max_element(first, first + kLanes);
-  const float end = *std::min_element(last, last + kLanes);
+// Hides scores [rows, kLanes] but those from first_positions[lane] to last_positions[lane].
+inline void hide_scores(const float *first_positions, const float *last_positions, int64_t rows,
+                        float *scores) {
+  const float first_seen = *std::max_element(first_positions, first_positions + kLanes);
+  const float end = *std::min_element(last_positions, last_positions + kLanes);
   for (int64_t i = 0; i < rows; ++i) {
-    const float at = static_cast<float>(i);
-    if (at >= seen && at < end) continue;
+    const float position = static_cast<float>(i);
+    if (position >= first_seen && position < end) continue;
     for (int64_t lane = 0; lane < kLanes; lane += kVector) {
       float *to = scores + i * kLanes + lane;
-      const Floats score = load<Floats>(to), place = Floats{} + at;
-      const Floats late = place < load<Floats>(last + lane) ? score : Floats{} + kHidden;
-      const Floats kept = place >= load<Floats>(first + lane) ? late : Floats{} + kHidden;
-      std::memcpy(to, &kept, sizeof kept);
+      const Floats score = load<Floats>(to), position_lanes = Floats{} + position;
+      const Floats hidden = Floats{} + kHidden;
+      const Floats ended = position_lanes < load<Floats>(last_positions + lane) ? score : hidden;
+      const Floats visible = position_lanes >= load<Floats>(first_positions + lane) ? ended : hidden;
+      std::memcpy(to, &visible, sizeof visible);
     }
   }
 }
@@ -265,8 +267,8 @@ inline void pair_rows(const bf16 *low, const bf16 *high, int64_t H, int64_t widt
     std::memcpy(to + h, &words, sizeof words);
   }
   for (; h < width; ++h) {
-    const uint32_t one = low != nullptr && h < H ? low[h].bits : 0;
-    to[h] = one | (high != nullptr && h < H ? static_cast<uint32_t>(high[h].bits) << 16 : 0);
+    const uint32_t low_bits = low != nullptr && h < H ? low[h].bits : 0;
+    to[h] = low_bits | (high != nullptr && h < H ? static_cast<uint32_t>(high[h].bits) << 16 : 0);
   }
 }
 

@@ -19,8 +19,8 @@ namespace {
 // GGML's numbers of the types.
 enum BlockType : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14 };
 
-// How a packed part of a matrix begins: rows of one type. The first part has N rows of the whole
-// matrix; `next` is where the next part begins, in bytes from here, 0 in the last. bits: 0, by which it
+// Header of a packed run of a matrix's rows, which are of one type. N is of the whole matrix in the
+// first run; `next` is where the next run begins, in bytes from here, 0 in the last. bits: 0, by which it
 // is known among Integers. Then there are tiles: units of inputs one after the other, each its scales
 // and the codes of its groups.
 struct BlockRows {
@@ -93,14 +93,14 @@ struct BlockMatrix {
 
   static inline __attribute__((always_inline)) Floats read_scales(const char *unit, int64_t group,
                                                                   bool are_minima, int64_t k) {
-    const auto *whole = reinterpret_cast<const half *>(unit) + are_minima * kTile + k * kVector;
-    const char *own = unit + find_scales(group, are_minima);
+    const auto *factors = reinterpret_cast<const half *>(unit) + are_minima * kTile + k * kVector;
+    const char *group_scales = unit + find_scales(group, are_minima);
     if constexpr (!kIsSuper)
-      return widen(reinterpret_cast<const half *>(own) + k * kVector);
+      return widen(reinterpret_cast<const half *>(group_scales) + k * kVector);
     else if constexpr (kBits == 6)
-      return widen_bytes(reinterpret_cast<const int8_t *>(own) + k * kVector) * widen(whole);
+      return widen_bytes(reinterpret_cast<const int8_t *>(group_scales) + k * kVector) * widen(factors);
     else
-      return widen_bytes(reinterpret_cast<const uint8_t *>(own) + k * kVector) * widen(whole);
+      return widen_bytes(reinterpret_cast<const uint8_t *>(group_scales) + k * kVector) * widen(factors);
   }
 
   // Four codes of each output as bytes, those of a group's inputs 4 part to 4 part + 3. A word of 4 bits
@@ -177,18 +177,18 @@ struct BlockMatrix {
     }
   }
 
-  // Adds units of K vectors of the tile's outputs, from vector `first` on: as many as have all their sums
+  // Adds units of K vectors of the tile's outputs, from `first_vector` on: as many as have all their sums
   // in registers, of integers and of floats. Taking codes apart twice would cost more than it saves where
   // they are multiplied as pairs. Each pass over a tile fetches its part of what is ahead, line by line;
   // Zen 4 is faster if it also fetches its own lines, every other one, where a unit has few of them.
   template <int M, int64_t K>
   static __attribute__((noinline)) void add_units(const Input *x, int64_t begin, int64_t end,
                                                   const char *tile, Fetch<kFetchesFar> fetch,
-                                                  int64_t first, float *out) {
+                                                  int64_t first_vector, float *out) {
     const uint32_t *head = x + begin / kUnitSteps * kGroups * kGroupRow * M;
     fetch.stride = fetch.stride * K / kWords;
-    fetch.from += first / K * (end - begin) * fetch.stride;
-    out += first * kVector;
+    fetch.from += first_vector / K * (end - begin) * fetch.stride;
+    out += first_vector * kVector;
     Floats sums[K][M];
 #pragma GCC unroll 2
     for (int64_t k = 0; k < K; ++k)
@@ -198,13 +198,14 @@ struct BlockMatrix {
       const char *unit = tile + step * kStepBytes, *codes = unit + kScaleSteps * kStepBytes;
       if (kFetchesFar && kBits == 4 && !kIsSuper && K < kWords)
         for (int64_t i = 0; i < kUnitSteps; ++i)
-          Fetch<false>::fetch<4 * K * kVector>(unit + i * kStepBytes + first * 4 * kVector + kNearBytes);
+          Fetch<false>::fetch<4 * K * kVector>(unit + i * kStepBytes + first_vector * 4 * kVector +
+                                               kNearBytes);
       for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride)
         fetch.template fetch<4 * K * kVector>(fetch.from);
       for (int64_t group = 0; group < kGroups; ++group) {
         for (int64_t i = 0; i < kCodeSteps; ++i, fetch.from += fetch.stride)
           fetch.template fetch<4 * K * kVector>(fetch.from);
-        add_group<M, K>(head, unit, codes, group, first, sums);
+        add_group<M, K>(head, unit, codes, group, first_vector, sums);
         codes += kCodeSteps * kStepBytes;
         head += kGroupRow * M;
       }
@@ -220,7 +221,7 @@ struct BlockMatrix {
   template <int M, int64_t K>
   static inline __attribute__((always_inline)) void add_group(const uint32_t *head, const char *unit,
                                                               const char *codes, int64_t group,
-                                                              int64_t first, Floats (&to)[K][M]) {
+                                                              int64_t first_vector, Floats (&to)[K][M]) {
     Ints sums[K][M];
     Words shorts[K][M] = {};
 #pragma GCC unroll 2
@@ -232,7 +233,7 @@ struct BlockMatrix {
 #pragma GCC unroll 8
     for (int64_t part = 0; part < kParts; ++part) {
       Words bytes[K];
-      for (int64_t k = 0; k < K; ++k) bytes[k] = unpack(codes, part, first + k);
+      for (int64_t k = 0; k < K; ++k) bytes[k] = unpack(codes, part, first_vector + k);
 #pragma GCC unroll 2
       for (int lane = 0; lane < kLanes; ++lane) {
         Words w[K];
@@ -259,9 +260,9 @@ struct BlockMatrix {
     }
 #pragma GCC unroll 2
     for (int64_t k = 0; k < K; ++k) {
-      const Floats scale = read_scales(unit, group, false, first + k);
+      const Floats scale = read_scales(unit, group, false, first_vector + k);
       Floats minimum{};
-      if constexpr (kHasMinima) minimum = read_scales(unit, group, true, first + k);
+      if constexpr (kHasMinima) minimum = read_scales(unit, group, true, first_vector + k);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         to[k][m] = mul_add(to_floats(sums[k][m]) * as_float(head[m]), scale, to[k][m]);
@@ -271,10 +272,10 @@ struct BlockMatrix {
   }
 };
 
-// A file's block: its scale and minimum in float16, its codes, and of a super-block's groups the scales,
-// then minima.
+// A file's block. factors: its scale and minimum in float16, which lie in the file or in `halves`; then
+// its codes, and of a super-block's groups the scales, then minima.
 struct Block {
-  const uint8_t *whole;
+  const uint8_t *factors;
   uint8_t codes[256], scales[2][16], halves[4];
 };
 
@@ -287,13 +288,13 @@ inline void split_halves(const uint8_t *from, int64_t count, uint8_t *low, uint8
 
 // Reads what the file's block has; a super-block's scales are bytes, those of Q6_K signed.
 inline void read_block(const uint8_t *from, int64_t type, Block &block) {
-  block.whole = type == kQ6_K ? from + 208 : from;
+  block.factors = type == kQ6_K ? from + 208 : from;
   if (type == kQ6_K) {
     const uint8_t *low = from, *high = from + 128;
     for (int64_t i = 0; i < 256; ++i) {
-      const int64_t part = i / 32 % 4, l = i % 32, part_low = i / 128 * 64 + part % 2 * 32 + l;
-      const int upper = high[i / 128 * 32 + l] >> 2 * part & 3;
-      block.codes[i] = static_cast<uint8_t>((low[part_low] >> (part / 2 * 4) & 15) | upper << 4);
+      const int64_t quarter = i / 32 % 4, l = i % 32, part_low = i / 128 * 64 + quarter % 2 * 32 + l;
+      const int upper_bits = high[i / 128 * 32 + l] >> 2 * quarter & 3;
+      block.codes[i] = static_cast<uint8_t>((low[part_low] >> (quarter / 2 * 4) & 15) | upper_bits << 4);
     }
     std::memcpy(block.scales[0], from + 192, 16);
   } else if (type == kQ4_K) {
@@ -312,18 +313,19 @@ inline void read_block(const uint8_t *from, int64_t type, Block &block) {
   }
 }
 
-// Puts a block of output j, whose inputs begin at `first`, in its tile.
+// Puts a block of output j, whose inputs begin at `first_input`, in its tile.
 template <typename Matrix>
-void put_block(const Block &block, int64_t first, int64_t j, char *tile) {
+void put_block(const Block &block, int64_t first_input, int64_t j, char *tile) {
   constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
   constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
-  char *unit = tile + first / kUnit * Matrix::kUnitSteps * kStepBytes;
+  char *unit = tile + first_input / kUnit * Matrix::kUnitSteps * kStepBytes;
   for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
-    const uint8_t *whole = block.whole + 2 * list, *own = Matrix::kIsSuper ? block.scales[list] : whole;
-    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), whole, 2);
+    const uint8_t *factors = block.factors + 2 * list;
+    const uint8_t *group_scales = Matrix::kIsSuper ? block.scales[list] : factors;
+    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), factors, 2);
     for (int64_t g = 0; g < kBlockGroups; ++g)
-      std::memcpy(unit + Matrix::find_scales(first % kUnit / Matrix::kGroup + g, list) + kSize * j,
-                  own + g, kSize);
+      std::memcpy(unit + Matrix::find_scales(first_input % kUnit / Matrix::kGroup + g, list) + kSize * j,
+                  group_scales + g, kSize);
   }
   for (int64_t g = 0; g < kBlockGroups; ++g) {
     uint32_t words[Matrix::kCodeSteps] = {};
@@ -337,26 +339,27 @@ void put_block(const Block &block, int64_t first, int64_t j, char *tile) {
         if (Matrix::kBits == 6) words[Matrix::kParts / 2] |= (bytes >> 4 & 0x03030303u) << 2 * part;
       }
     }
-    const int64_t steps = (first % kUnit / Matrix::kGroup + g) * Matrix::kCodeSteps;
+    const int64_t steps = (first_input % kUnit / Matrix::kGroup + g) * Matrix::kCodeSteps;
     char *to = unit + (Matrix::kScaleSteps + steps) * kStepBytes + 4 * j;
     for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
       std::memcpy(to + step * kStepBytes, &words[step], 4);
   }
 }
 
-// Takes a block of output j, whose inputs begin at `first`, out of its tile, as `read_block` reads it.
+// Takes a block of output j, whose inputs begin at `first_input`, out of its tile, as `read_block` reads it.
 template <typename Matrix>
-void take_block(const char *tile, int64_t first, int64_t j, Block &block) {
+void take_block(const char *tile, int64_t first_input, int64_t j, Block &block) {
   constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
   constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
-  const char *unit = tile + first / kUnit * Matrix::kUnitSteps * kStepBytes;
-  const int64_t first_group = first % kUnit / Matrix::kGroup;
-  block.whole = block.halves;
+  const char *unit = tile + first_input / kUnit * Matrix::kUnitSteps * kStepBytes;
+  const int64_t first_group = first_input % kUnit / Matrix::kGroup;
+  block.factors = block.halves;
   for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
-    uint8_t *whole = block.halves + 2 * list, *own = Matrix::kIsSuper ? block.scales[list] : whole;
-    if (Matrix::kIsSuper) std::memcpy(whole, unit + 2 * (list * kTile + j), 2);
+    uint8_t *factors = block.halves + 2 * list;
+    uint8_t *group_scales = Matrix::kIsSuper ? block.scales[list] : factors;
+    if (Matrix::kIsSuper) std::memcpy(factors, unit + 2 * (list * kTile + j), 2);
     for (int64_t g = 0; g < kBlockGroups; ++g)
-      std::memcpy(own + g, unit + Matrix::find_scales(first_group + g, list) + kSize * j, kSize);
+      std::memcpy(group_scales + g, unit + Matrix::find_scales(first_group + g, list) + kSize * j, kSize);
   }
   for (int64_t g = 0; g < kBlockGroups; ++g) {
     const int64_t steps = Matrix::kScaleSteps + (first_group + g) * Matrix::kCodeSteps;
@@ -373,7 +376,7 @@ void take_block(const char *tile, int64_t first, int64_t j, Block &block) {
   }
 }
 
-// Calls `use` with a part's matrix.
+// Calls `use` with a run's matrix.
 template <typename Use>
 inline auto with_blocks(int64_t type, int64_t depth, const char *tiles, const Use &use) {
   switch (type) {
@@ -385,26 +388,26 @@ inline auto with_blocks(int64_t type, int64_t depth, const char *tiles, const Us
   }
 }
 
-inline int64_t measure_blocks(const BlockRows &part) {
-  return with_blocks(part.type, part.depth, nullptr, [&](const auto &w) {
-    return static_cast<int64_t>(sizeof part) + (part.rows + kTile - 1) / kTile * w.tile_bytes;
+inline int64_t measure_blocks(const BlockRows &run) {
+  return with_blocks(run.type, run.depth, nullptr, [&](const auto &w) {
+    return static_cast<int64_t>(sizeof run) + (run.rows + kTile - 1) / kTile * w.tile_bytes;
   });
 }
 
-// Packs a part, whose rows of blocks lie `stride` bytes apart.
-void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, char *packed) {
-  ask_for_huge_pages(packed, measure_blocks(part));
-  std::memcpy(packed, &part, sizeof part);
-  with_blocks(part.type, part.depth, packed + sizeof part, [&](const auto &w) {
+// Packs a run, whose rows of blocks lie `stride` bytes apart.
+void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &run, char *packed) {
+  ask_for_huge_pages(packed, measure_blocks(run));
+  std::memcpy(packed, &run, sizeof run);
+  with_blocks(run.type, run.depth, packed + sizeof run, [&](const auto &w) {
     typedef typename std::decay<decltype(w)>::type Matrix;
     constexpr int64_t kInputs = Matrix::kBlockInputs;
-    for_each((part.rows + kTile - 1) / kTile, part.rows * w.depth > kParallelWork, [&](int64_t t) {
+    for_each((run.rows + kTile - 1) / kTile, run.rows * w.depth > kParallelWork, [&](int64_t t) {
       char *tile = const_cast<char *>(w.tiles) + t * w.tile_bytes;
       std::memset(tile, 0, w.tile_bytes);
       Block block;
-      for (int64_t j = 0; j < std::min(kTile, part.rows - t * kTile); ++j)
+      for (int64_t j = 0; j < std::min(kTile, run.rows - t * kTile); ++j)
         for (int64_t i = 0; i < w.depth / kInputs; ++i) {
-          read_block(rows + (t * kTile + j) * stride + i * Matrix::kBlockBytes, part.type, block);
+          read_block(rows + (t * kTile + j) * stride + i * Matrix::kBlockBytes, run.type, block);
           put_block<Matrix>(block, i * kInputs, j, tile);
         }
     });
@@ -414,14 +417,14 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &part, cha
 // A block's weights, as the package gguf computes them: a scale times a code fits in float32.
 template <typename Matrix>
 void widen_block(const Block &block, float *out) {
-  float whole[2] = {to_float(load<half>(block.whole)), 0.0f};
-  if (Matrix::kHasMinima) whole[1] = to_float(load<half>(block.whole + 2));
+  float factors[2] = {to_float(load<half>(block.factors)), 0.0f};
+  if (Matrix::kHasMinima) factors[1] = to_float(load<half>(block.factors + 2));
   for (int64_t i = 0; i < Matrix::kBlockInputs; i += Matrix::kGroup) {
-    float scale = whole[0], minimum = whole[1];
+    float scale = factors[0], minimum = factors[1];
     if constexpr (Matrix::kIsSuper) {
-      const uint8_t own = block.scales[0][i / Matrix::kGroup];
-      scale = whole[0] * static_cast<float>(Matrix::kBits == 6 ? static_cast<int8_t>(own) : own);
-      minimum = -(whole[1] * static_cast<float>(block.scales[1][i / Matrix::kGroup]));
+      const uint8_t bits = block.scales[0][i / Matrix::kGroup];
+      scale = factors[0] * static_cast<float>(Matrix::kBits == 6 ? static_cast<int8_t>(bits) : bits);
+      minimum = -(factors[1] * static_cast<float>(block.scales[1][i / Matrix::kGroup]));
     }
     for (int64_t j = i; j < i + Matrix::kGroup; ++j)
       if constexpr (Matrix::kHasMinima)
@@ -457,18 +460,18 @@ inline int64_t widen_blocks(const uint8_t *rows, int64_t N, int64_t stride, cons
   return count;
 }
 
-inline const BlockRows *find_next(const BlockRows *part) {
-  return reinterpret_cast<const BlockRows *>(reinterpret_cast<const char *>(part) + part->next);
+inline const BlockRows *find_next(const BlockRows *run) {
+  return reinterpret_cast<const BlockRows *>(reinterpret_cast<const char *>(run) + run->next);
 }
 
 // Rows of a packed matrix's weights, [count, depth]; returns what `unpack_rows` does.
 inline int64_t unpack_block_rows(const BlockRows *packed, const int64_t *rows, int64_t count, float *out) {
   if (const int64_t inside = count_rows_inside(rows, count, packed->N); inside < count) return inside;
   for_each(count, count * packed->depth > kParallelWork, [&](int64_t n) {
-    const BlockRows *part = packed;
+    const BlockRows *run = packed;
     int64_t row = rows[n];
-    for (; row >= part->rows && part->next != 0; part = find_next(part)) row -= part->rows;
-    with_blocks(part->type, part->depth, reinterpret_cast<const char *>(part + 1), [&](const auto &w) {
+    for (; row >= run->rows && run->next != 0; run = find_next(run)) row -= run->rows;
+    with_blocks(run->type, run->depth, reinterpret_cast<const char *>(run + 1), [&](const auto &w) {
       typedef typename std::decay<decltype(w)>::type Matrix;
       const char *tile = w.tiles + row / kTile * w.tile_bytes;
       Block block{};
@@ -483,15 +486,15 @@ inline int64_t unpack_block_rows(const BlockRows *packed, const int64_t *rows, i
 
 // y[M][N] = x[M][depth] W^T + bias.
 template <typename X, typename B, typename O>
-void multiply_parts(const X *x, int64_t M, const BlockRows *part, const B *bias, int64_t N, O *y) {
+void multiply_runs(const X *x, int64_t M, const BlockRows *run, const B *bias, int64_t N, O *y) {
   for (int64_t output = 0;;) {
     const B *own_bias = bias == nullptr ? nullptr : bias + output;
-    with_blocks(part->type, part->depth, reinterpret_cast<const char *>(part + 1), [&](const auto &w) {
-      multiply_matrix(x, M, w, own_bias, part->rows, y + output, N);
+    with_blocks(run->type, run->depth, reinterpret_cast<const char *>(run + 1), [&](const auto &w) {
+      multiply_matrix(x, M, w, own_bias, run->rows, y + output, N);
     });
-    if (part->next == 0) return;
-    output += part->rows;
-    part = find_next(part);
+    if (run->next == 0) return;
+    output += run->rows;
+    run = find_next(run);
   }
 }
 

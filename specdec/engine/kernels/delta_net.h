@@ -26,7 +26,7 @@ constexpr int64_t kColumns = 2, kStateColumns = kColumns * kVector;
 // keys and queries have two parts each, of even and odd rows.
 inline void advance_columns(Floats *state, int64_t I, const float *key, const float *query,
                             Floats *values, float fade, float strength, Floats *outputs) {
-  Floats seen[2][kColumns] = {}, sums[2][kColumns] = {};
+  Floats recalled[2][kColumns] = {}, sums[2][kColumns] = {};
   const auto look = [&](int64_t i, Floats *to) {
 #pragma GCC unroll 2
     for (int64_t c = 0; c < kColumns; ++c)
@@ -35,16 +35,16 @@ inline void advance_columns(Floats *state, int64_t I, const float *key, const fl
   const auto change = [&](int64_t i, Floats *to) {
 #pragma GCC unroll 2
     for (int64_t c = 0; c < kColumns; ++c) {
-      Floats &at = state[i * kColumns + c];
-      at = mul_add(key[i] - Floats{}, values[c], at * fade);
-      to[c] = mul_add(at, query[i] - Floats{}, to[c]);
+      Floats &element = state[i * kColumns + c];
+      element = mul_add(key[i] - Floats{}, values[c], element * fade);
+      to[c] = mul_add(element, query[i] - Floats{}, to[c]);
     }
   };
   int64_t i = 0;
-  for (; i + 2 <= I; i += 2) look(i, seen[0]), look(i + 1, seen[1]);
-  if (i < I) look(i, seen[0]);
+  for (; i + 2 <= I; i += 2) look(i, recalled[0]), look(i + 1, recalled[1]);
+  if (i < I) look(i, recalled[0]);
   for (int64_t c = 0; c < kColumns; ++c)
-    values[c] = (values[c] - (seen[0][c] + seen[1][c]) * fade) * strength;
+    values[c] = (values[c] - (recalled[0][c] + recalled[1][c]) * fade) * strength;
   for (i = 0; i + 2 <= I; i += 2) change(i, sums[0]), change(i + 1, sums[1]);
   if (i < I) change(i, sums[0]);
   for (int64_t c = 0; c < kColumns; ++c) outputs[c] = sums[0][c] + sums[1][c];
@@ -99,11 +99,11 @@ struct DeltaNet {
   }
 
   // The input of the convolution at a place of a run's text; those before 0 are of steps before.
-  const E *find_input(const Run &r, int64_t place) const {
-    if (place >= 0) return qkvz + (r.first + place) * (C + s.V * s.J);
-    const int64_t before = r.folded + s.taps - 1 + place;
-    if (before < s.taps - 1) return window + (r.row * (s.taps - 1) + before) * C;
-    return inputs + (r.row * s.P + before - (s.taps - 1)) * C;
+  const E *find_input(const Run &r, int64_t position) const {
+    if (position >= 0) return qkvz + (r.first + position) * (C + s.V * s.J);
+    const int64_t position_before = r.folded + s.taps - 1 + position;
+    if (position_before < s.taps - 1) return window + (r.row * (s.taps - 1) + position_before) * C;
+    return inputs + (r.row * s.P + position_before - (s.taps - 1)) * C;
   }
 
   // The channels of a head of queries, keys or values of a token; of values strength and fade, too.
@@ -133,46 +133,47 @@ struct DeltaNet {
       for (int64_t c = 0; c < size; ++c) to[c] *= scale;
       return;
     }
-    const E *both = ba + (r.first + tokens[m].second) * 2 * s.V;
-    const float x = to_float(both[s.V + v]) + bias[v];
-    strengths[m * s.V + v] = sigmoid(to_float(both[v]));
+    const E *gates = ba + (r.first + tokens[m].second) * 2 * s.V;
+    const float x = to_float(gates[s.V + v]) + bias[v];
+    strengths[m * s.V + v] = sigmoid(to_float(gates[v]));
     fades[m * s.V + v] = std::exp(rate[v] * (x > 20.0f ? x : std::log1p(std::exp(x))));
   }
 
-  // Columns of a value head's state from `first` on: what was accepted is applied, then the run's tokens.
-  // The state is written with the kept ones; those behind them go on in a copy.
-  void advance(int64_t n, int64_t v, int64_t first) {
+  // Columns of a value head's state from `first_column` on: what was accepted is applied, then the run's
+  // tokens. The state is written with the kept ones; those behind them go on in a copy.
+  void advance(int64_t n, int64_t v, int64_t first_column) {
     const Run &r = runs[n];
-    const int64_t key_head = v / (s.V / s.K), I = s.I, width = std::min(kStateColumns, s.J - first);
+    const int64_t key_head = v / (s.V / s.K), I = s.I;
+    const int64_t width = std::min(kStateColumns, s.J - first_column);
     const size_t bytes = sizeof(float) * width;
-    float *whole = state + (r.row * s.V + v) * I * s.J + first;
+    float *head_state = state + (r.row * s.V + v) * I * s.J + first_column;
     static thread_local std::vector<Floats> memory;
     memory.assign(I * kColumns, Floats{});
-    Floats *own = memory.data();
-    const auto find_row = [&](int64_t i) { return reinterpret_cast<float *>(own + i * kColumns); };
+    Floats *columns = memory.data();
+    const auto find_row = [&](int64_t i) { return reinterpret_cast<float *>(columns + i * kColumns); };
     Floats values[kColumns] = {}, sums[kColumns];
-    for (int64_t i = 0; i < I; ++i) std::memcpy(find_row(i), whole + i * s.J, bytes);
+    for (int64_t i = 0; i < I; ++i) std::memcpy(find_row(i), head_state + i * s.J, bytes);
     for (int64_t p = 0; p < r.folded; ++p) {
-      const int64_t at = r.row * s.P + p;
-      const float fade = decays[at * s.V + v], *key = keys + (at * s.K + key_head) * I;
-      std::memcpy(values, deltas + (at * s.V + v) * s.J + first, bytes);
+      const int64_t record = r.row * s.P + p;
+      const float fade = decays[record * s.V + v], *key = keys + (record * s.K + key_head) * I;
+      std::memcpy(values, deltas + (record * s.V + v) * s.J + first_column, bytes);
       for (int64_t i = 0; i < I; ++i)
         for (int64_t c = 0; c < kColumns; ++c) {
-          Floats &x = own[i * kColumns + c];
+          Floats &x = columns[i * kColumns + c];
           x = mul_add(key[i] - Floats{}, values[c], x * fade);
         }
     }
     for (int64_t t = 0; t <= r.count; ++t) {
       if (t == r.kept)
-        for (int64_t i = 0; i < I; ++i) std::memcpy(whole + i * s.J, find_row(i), bytes);
+        for (int64_t i = 0; i < I; ++i) std::memcpy(head_state + i * s.J, find_row(i), bytes);
       if (t == r.count) break;
       const int64_t m = starts[n] + t;
       const float *query = mixed + key_head * I * M + m * I, *key = query + s.K * I * M;
-      std::memcpy(values, mixed + (2 * s.K * I + v * s.J) * M + m * s.J + first, bytes);
-      advance_columns(own, I, key, query, values, fades[m * s.V + v], strengths[m * s.V + v], sums);
-      std::memcpy(outputs + (v * M + m) * s.J + first, sums, bytes);
+      std::memcpy(values, mixed + (2 * s.K * I + v * s.J) * M + m * s.J + first_column, bytes);
+      advance_columns(columns, I, key, query, values, fades[m * s.V + v], strengths[m * s.V + v], sums);
+      std::memcpy(outputs + (v * M + m) * s.J + first_column, sums, bytes);
       if (t < r.kept) continue;
-      std::memcpy(deltas + ((r.row * s.P + t - r.kept) * s.V + v) * s.J + first, values, bytes);
+      std::memcpy(deltas + ((r.row * s.P + t - r.kept) * s.V + v) * s.J + first_column, values, bytes);
     }
   }
 
@@ -184,12 +185,12 @@ struct DeltaNet {
       std::memcpy(newest.data() + tap * C, find_input(r, r.kept - (s.taps - 1) + tap), sizeof(E) * C);
     std::memcpy(window + r.row * (s.taps - 1) * C, newest.data(), sizeof(E) * newest.size());
     for (int64_t t = r.kept; t < r.count; ++t) {
-      const int64_t at = r.row * s.P + t - r.kept, m = starts[n] + t;
+      const int64_t record = r.row * s.P + t - r.kept, m = starts[n] + t;
       for (int64_t head = 0; head < s.K; ++head)
-        std::memcpy(keys + (at * s.K + head) * s.I, mixed + ((s.K + head) * M + m) * s.I,
+        std::memcpy(keys + (record * s.K + head) * s.I, mixed + ((s.K + head) * M + m) * s.I,
                     sizeof(float) * s.I);
-      std::memcpy(decays + at * s.V, fades.data() + m * s.V, sizeof(float) * s.V);
-      std::memcpy(inputs + at * C, find_input(r, t), sizeof(E) * C);
+      std::memcpy(decays + record * s.V, fades.data() + m * s.V, sizeof(float) * s.V);
+      std::memcpy(inputs + record * C, find_input(r, t), sizeof(E) * C);
     }
   }
 

@@ -67,11 +67,13 @@ constexpr int64_t kBand = 16;
 // exceptions. What is computed meanwhile comes from memory and goes to it, which keeps it in between.
 class Flushing {
 #if defined(__SSE2__)
-  unsigned kept, own = 0x9fc0;
+  unsigned caller_mode, flushing_mode = 0x9fc0;
 
  public:
-  Flushing() { asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(kept) : "m"(own) : "memory"); }
-  ~Flushing() { asm volatile("ldmxcsr %0" : : "m"(kept) : "memory"); }
+  Flushing() {
+    asm volatile("stmxcsr %0\n\tldmxcsr %1" : "=m"(caller_mode) : "m"(flushing_mode) : "memory");
+  }
+  ~Flushing() { asm volatile("ldmxcsr %0" : : "m"(caller_mode) : "memory"); }
 #else
   static_assert(!kSumsBands, "AMX's sums in plain code are for x86");
 
@@ -80,7 +82,7 @@ class Flushing {
 #endif
 };
 
-// A step holds kElements inputs of each output, that of output j and input i at place(j, i): for
+// A step holds kElements inputs of each output, that of output j and input i at find_offset(j, i): for
 // float16 each input's kVector outputs side by side, for bfloat16 pairs of inputs in 32-bit words.
 // Input is what rows are packed as, kInputs of them a step: floats, or two bfloat16 where the
 // processor multiplies such pairs.
@@ -88,7 +90,7 @@ template <typename E>
 struct Packing {
   typedef float Input;
   static constexpr int64_t kElements = kStepBytes / kTile / sizeof(E), kInputs = kElements;
-  static constexpr int64_t place(int64_t j, int64_t i) {
+  static constexpr int64_t find_offset(int64_t j, int64_t i) {
     return (j / kVector * kElements + i) * kVector + j % kVector;
   }
 };
@@ -97,7 +99,7 @@ template <>
 struct Packing<bf16> {
   typedef std::conditional<kMultipliesPairs, uint32_t, float>::type Input;
   static constexpr int64_t kElements = 2, kInputs = kMultipliesPairs ? 1 : 2;
-  static constexpr int64_t place(int64_t j, int64_t i) { return 2 * j + i; }
+  static constexpr int64_t find_offset(int64_t j, int64_t i) { return 2 * j + i; }
 };
 
 template <typename E>
@@ -122,7 +124,7 @@ struct PackedRow {
       : tile(packed + row / kTile * count_steps<E>(depth) * kTile * P::kElements), output(row % kTile) {}
 
   E operator[](int64_t i) const {
-    return tile[i / P::kElements * kTile * P::kElements + P::place(output, i % P::kElements)];
+    return tile[i / P::kElements * kTile * P::kElements + P::find_offset(output, i % P::kElements)];
   }
 };
 
@@ -180,7 +182,7 @@ inline void add_products(Floats (&sums)[kWords][M], const E *step, const float *
 #pragma GCC unroll 4
   for (int64_t i = 0; i < Packing<E>::kInputs; ++i) {
     Floats w[kWords];
-    for (int64_t k = 0; k < kWords; ++k) w[k] = widen(step + Packing<E>::place(k * kVector, i));
+    for (int64_t k = 0; k < kWords; ++k) w[k] = widen(step + Packing<E>::find_offset(k * kVector, i));
     // GCC keeps float16's sums in registers if left alone.
     add_outer<M, std::is_same<E, float>::value>(sums, w, x + i * M);
   }
@@ -236,7 +238,7 @@ struct Fetch {
   // Fetches the bytes of a step, or as many of a tile's scales.
   template <int64_t kBytes = kStepBytes>
   static void fetch(const char *from) {
-    for (int64_t at = 0; at < kBytes; at += kLine) __builtin_prefetch(from + at, 0, kIsFar ? 2 : 3);
+    for (int64_t byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(from + byte, 0, kIsFar ? 2 : 3);
   }
 };
 
@@ -271,13 +273,14 @@ struct FloatMatrix {
   template <typename X>
   void pack(const X *x, int64_t rows, int64_t begin, int64_t end, float *to) const {
     constexpr int64_t kInputs = Packing<E>::kInputs;
-    const int64_t first = begin * kInputs, last = end * kInputs, used = std::min(last, depth);
+    const int64_t first_input = begin * kInputs, last_input = end * kInputs;
+    const int64_t num_inputs = std::min(last_input, depth);
     for (int64_t m = 0; m < rows; ++m)
-      for (int64_t at = first; at < used; ++at) {
-        const float input = to_float(x[m * depth + at]);
-        to[at * rows + m] = kHasBands ? round_through<E>(input) : input;
+      for (int64_t i = first_input; i < num_inputs; ++i) {
+        const float input = to_float(x[m * depth + i]);
+        to[i * rows + m] = kHasBands ? round_through<E>(input) : input;
       }
-    if (used < last) std::fill(to + used * rows, to + last * rows, 0.0f);
+    if (num_inputs < last_input) std::fill(to + num_inputs * rows, to + last_input * rows, 0.0f);
   }
 
   template <typename X>
@@ -288,12 +291,12 @@ struct FloatMatrix {
       store(rounded, to_float(input));
       return rounded.bits;
     };
-    const int64_t whole = std::min(end, depth / 2);
+    const int64_t whole_steps = std::min(end, depth / 2);
     for (int64_t m = 0; m < rows; ++m) {
       const X *row = x + m * depth;
-      for (int64_t step = begin; step < whole; ++step)
+      for (int64_t step = begin; step < whole_steps; ++step)
         to[step * rows + m] = round(row[2 * step]) | round(row[2 * step + 1]) << 16;
-      if (whole < end) to[whole * rows + m] = round(row[2 * whole]);
+      if (whole_steps < end) to[whole_steps * rows + m] = round(row[2 * whole_steps]);
     }
   }
 
@@ -370,8 +373,8 @@ struct FloatMatrix {
 
 template <typename Matrix>
 constexpr int count_wide(int rows) {
-  constexpr int most = Matrix::kMostTiles;
-  return rows == 1 ? most : 2 * rows < Matrix::kMostRows ? (most + 1) / 2 : 1;
+  constexpr int max_tiles = Matrix::kMostTiles;
+  return rows == 1 ? max_tiles : 2 * rows < Matrix::kMostRows ? (max_tiles + 1) / 2 : 1;
 }
 
 template <typename Matrix, bool kIsFar>
@@ -402,26 +405,28 @@ struct Blocks {
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
 
-// Sums [rows, width] of the outputs from `output` on, `used` of them, plus bias go to y [rows, stride].
+// Sums [rows, width] of the outputs from `output` on, `num_outputs` of them, plus bias go to y
+// [rows, stride].
 template <typename B, typename O>
 inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bias, int64_t output,
-                     int64_t used, int64_t stride, O *y) {
-  const auto put = [&](int64_t m, int64_t first, int64_t count) {
-    O *to = y + m * stride + output + first;
-    const float *from = sums + m * width + first;
+                     int64_t num_outputs, int64_t stride, O *y) {
+  const auto put = [&](int64_t m, int64_t first_output, int64_t count) {
+    O *to = y + m * stride + output + first_output;
+    const float *from = sums + m * width + first_output;
     if (bias == nullptr) {
 #pragma omp simd
       for (int64_t j = 0; j < count; ++j) store(to[j], from[j]);
     } else {
-      const B *add = bias + output + first;
+      const B *add = bias + output + first_output;
 #pragma omp simd
       for (int64_t j = 0; j < count; ++j) store(to[j], from[j] + to_float(add[j]));
     }
   };
   for (int64_t m = 0; m < rows; ++m) {
-    int64_t first = 0;
-    for (; first + kTile <= used; first += kTile) put(m, first, kTile);  // a constant for the compiler
-    put(m, first, used - first);
+    int64_t first_output = 0;
+    for (; first_output + kTile <= num_outputs; first_output += kTile)
+      put(m, first_output, kTile);  // a constant for the compiler
+    put(m, first_output, num_outputs - first_output);
   }
 }
 
@@ -429,11 +434,11 @@ inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bi
 template <typename Matrix, typename B, typename O>
 void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
                     const ChunkClaim &claim, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
-  const int64_t wide = count_wide<Matrix>(static_cast<int>(rows));
+  const int64_t num_wide = count_wide<Matrix>(static_cast<int>(rows));
   const int64_t ahead = w.header + (rows <= Matrix::kNearRows ? kNearBytes : kPrefetchBytes);
   float sums[kWideTiles * kMaxRows * kTile];
   for (int64_t t = begin; t < end;) {
-    const int64_t count = t + wide <= end ? wide : 1, width = count * kTile, output = t * kTile;
+    const int64_t count = t + num_wide <= end ? num_wide : 1, width = count * kTile, output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
     const Fetch<kFetchesFar> fetch{tile + ahead, kStepBytes};
     add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
@@ -458,9 +463,10 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
     const char *tile = w.tiles + t * w.tile_bytes;
     for (int64_t step = 0, stop = 0; step < w.steps; step = stop) {
       stop = std::min(step + w.turn, w.steps);
-      const char *next = tile + (stop < w.steps ? w.header + stop * kStepBytes : w.tile_bytes);
+      const char *next_steps = tile + (stop < w.steps ? w.header + stop * kStepBytes : w.tile_bytes);
       for (int64_t b = 0; b < blocks.count; ++b) {
-        const Fetch<false> fetch{next + w.turn * kStepBytes * b / blocks.count, kStepBytes / blocks.count};
+        const Fetch<false> fetch{next_steps + w.turn * kStepBytes * b / blocks.count,
+                                 kStepBytes / blocks.count};
         add_tiles(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
                   sums.data() + blocks.begin(b) * kTile);
       }
@@ -531,15 +537,15 @@ void pack_matrix(const E *weight, int64_t N, int64_t depth, E *packed) {
     if (rows < kTile || depth % P::kElements) std::memset(tile, 0, size * sizeof(E));
     for (int64_t begin = 0; begin < steps; begin += kBlock) {
       const int64_t end = std::min(begin + kBlock, steps);
-      const int64_t whole = std::min(end, depth / P::kElements);
+      const int64_t whole_steps = std::min(end, depth / P::kElements);
       for (int64_t j = 0; j < rows; ++j) {
         const E *row = weight + (t * kTile + j) * depth;
-        for (int64_t step = begin; step < whole; ++step)
+        for (int64_t step = begin; step < whole_steps; ++step)
           for (int64_t i = 0; i < P::kElements; ++i)
-            tile[step * kStep + P::place(j, i)] = row[step * P::kElements + i];
-        if (whole < end)
-          for (int64_t i = 0; whole * P::kElements + i < depth; ++i)
-            tile[whole * kStep + P::place(j, i)] = row[whole * P::kElements + i];
+            tile[step * kStep + P::find_offset(j, i)] = row[step * P::kElements + i];
+        if (whole_steps < end)
+          for (int64_t i = 0; whole_steps * P::kElements + i < depth; ++i)
+            tile[whole_steps * kStep + P::find_offset(j, i)] = row[whole_steps * P::kElements + i];
       }
     }
   });

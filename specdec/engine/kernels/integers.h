@@ -14,7 +14,7 @@ namespace {
 // exact, in whatever form a processor takes them; each is scaled by the inputs' scale, then by the
 // weight's, and added to the float32 sum of the groups before it.
 
-// How a packed one begins; what it has of input scales [depth] and of the order of inputs [depth]
+// Header of a packed one; what it has of input scales [depth] and of the order of inputs [depth]
 // follows, then the tiles: each its scales [kTile] by groups, as many zeros if it has any, its steps.
 struct Integers {
   int64_t N, depth, bits, group, has_row_scales, has_zeros, has_input_scales, has_order;
@@ -105,9 +105,9 @@ inline uint32_t find_largest(Words x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epu32((__m512i)x);
 #else
-  uint32_t most = 0;
-  for (int64_t j = 0; j < kVector; ++j) most = std::max<uint32_t>(most, x[j]);
-  return most;
+  uint32_t largest_bits = 0;
+  for (int64_t j = 0; j < kVector; ++j) largest_bits = std::max<uint32_t>(largest_bits, x[j]);
+  return largest_bits;
 #endif
 }
 
@@ -130,9 +130,9 @@ inline float round_group(const float *x, int8_t *bytes, int32_t &sum) {
     const Words magnitude = load<Words>(x + i) & 0x7fffffffu;
     top = magnitude > top ? magnitude : top;
   }
-  const uint32_t most = find_largest(top);
-  const float largest = as_float(most);
-  if (most >= 0x7f800000u) {
+  const uint32_t largest_bits = find_largest(top);
+  const float largest = as_float(largest_bits);
+  if (largest_bits >= 0x7f800000u) {
     std::memset(bytes, 0, kSize);
     sum = 0;
     return as_float(0x7fc00000u);
@@ -183,20 +183,20 @@ struct IntegerMatrix {
     tile_bytes = header + steps * kStepBytes;
     group_row = kHead + group_steps * kParts;
     row = groups * group_row;
-    const char *at = reinterpret_cast<const char *>(packed + 1);
+    const char *bytes = reinterpret_cast<const char *>(packed + 1);
     if (packed->has_input_scales) {
-      input_scales = reinterpret_cast<const float *>(at);
-      at += list_bytes;
+      input_scales = reinterpret_cast<const float *>(bytes);
+      bytes += list_bytes;
     }
     if (packed->has_order) {
-      order = reinterpret_cast<const int32_t *>(at);
-      at += list_bytes;
+      order = reinterpret_cast<const int32_t *>(bytes);
+      bytes += list_bytes;
     }
-    tiles = at;
+    tiles = bytes;
   }
 
-  // Which vectors of bytes or pairs there are in a stored one. Byte b of a lane holds input b of its
-  // step, with 4 bits also input b + 4 in the upper half; a pair is of inputs two apart.
+  // Returns one of the kParts vectors of bytes or pairs in a stored one. Byte b of a lane holds input b
+  // of its step, with 4 bits also input b + 4 in the upper half; a pair is of inputs two apart.
   static Words unpack(Words w, int part) {
     if constexpr (kHasBytes)
       return kBits == 8 ? w : w >> 4 * part & 0x0f0f0f0fu;
@@ -212,8 +212,8 @@ struct IntegerMatrix {
       std::memcpy(&word, step + 4 * part, sizeof word);
       return word;
     } else {
-      const int first = kBits == 8 ? part : part / 2 + part % 2 * 4;
-      return static_cast<uint16_t>(step[first]) | static_cast<uint32_t>(step[first + 2]) << 16;
+      const int first_input = kBits == 8 ? part : part / 2 + part % 2 * 4;
+      return static_cast<uint16_t>(step[first_input]) | static_cast<uint32_t>(step[first_input + 2]) << 16;
     }
   }
 
@@ -290,24 +290,24 @@ struct IntegerMatrix {
           const uint32_t *x_step = words;
           const char *ahead = fetch.from + (step - begin) * fetch.stride + g * tile_bytes;
           const char *from = tile + g * tile_bytes + header + step * kStepBytes;
-          const char *last = from + (pause - step) * kStepBytes;
-          for (; from < last; from += kStepBytes, ahead += fetch.stride, x_step += kParts * M) {
+          const char *step_end = from + (pause - step) * kStepBytes;
+          for (; from < step_end; from += kStepBytes, ahead += fetch.stride, x_step += kParts * M) {
             fetch.fetch(ahead);
             Words w[kWords];
             for (int64_t k = 0; k < kWords; ++k) w[k] = load<Words>(from + k * 4 * kVector);
 #pragma GCC unroll 4
             for (int part = 0; part < kParts; ++part) {
-              Words parts[kWords];
-              for (int64_t k = 0; k < kWords; ++k) parts[k] = unpack(w[k], part);
+              Words unpacked[kWords];
+              for (int64_t k = 0; k < kWords; ++k) unpacked[k] = unpack(w[k], part);
 #pragma GCC unroll 12
               for (int m = 0; m < M; ++m) {
                 const Words inputs = spread<Words>(x_step[part * M + m]);
 #pragma GCC unroll 2
                 for (int64_t k = 0; k < kWords; ++k)
                   if constexpr (kHasShorts)
-                    shorts[k][m] = add_shorts(shorts[k][m], parts[k], inputs);
+                    shorts[k][m] = add_shorts(shorts[k][m], unpacked[k], inputs);
                   else
-                    sums[g][k][m] = add_parts(sums[g][k][m], parts[k], inputs);
+                    sums[g][k][m] = add_parts(sums[g][k][m], unpacked[k], inputs);
               }
             }
           }
@@ -345,9 +345,9 @@ void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
   const IntegerMatrix<kBits> w(packed);
   const int64_t N = packed->N, listed = w.scales_bytes / kTile / 4;
   const int64_t tiles = (N + kTile - 1) / kTile;
-  char *first = const_cast<char *>(w.tiles);
+  char *first_tile = const_cast<char *>(w.tiles);
   for_each(tiles, N * w.depth > kParallelWork, [&](int64_t t) {
-    char *tile = first + t * w.tile_bytes;
+    char *tile = first_tile + t * w.tile_bytes;
     const int64_t rows = std::min(kTile, N - t * kTile);
     if (rows < kTile) std::memset(tile, 0, w.tile_bytes);
     for (int64_t j = 0; j < rows; ++j)
@@ -366,9 +366,9 @@ void pack_tiles(const uint8_t *codes, const float *scales, const uint8_t *zeros,
         const uint8_t *row = codes + (kBits == 4 ? n / 2 : n) * w.depth;
         for (int64_t step = begin; step < std::min(begin + kBlock, w.steps); ++step) {
           constexpr int64_t kElements = IntegerMatrix<kBits>::kElements;
-          const int64_t at = step * kElements, count = std::min(kElements, w.depth - at);
+          const int64_t first_input = step * kElements, count = std::min(kElements, w.depth - first_input);
           uint32_t words[2] = {};
-          std::memcpy(words, row + at, count);
+          std::memcpy(words, row + first_input, count);
           uint32_t word = words[0] ^ (kByteZero == 128 ? 0x80808080u : 0u);
           if (kBits == 4) {
             for (auto &half : words) half = (half >> n % 2 * 4 & 0x0f0f0f0fu) ^ 0x08080808u;
@@ -393,11 +393,11 @@ void pack_integers(const uint8_t *codes, const float *scales, const uint8_t *zer
                    char *packed) {
   ask_for_huge_pages(packed, measure_integers(sizes));
   std::memcpy(packed, &sizes, sizeof sizes);
-  char *at = packed + sizeof sizes;
+  char *destination = packed + sizeof sizes;
   for (const void *list : {static_cast<const void *>(input_scales), static_cast<const void *>(order)})
     if (list != nullptr) {
-      std::memcpy(at, list, sizes.depth * 4);
-      at += round_up(sizes.depth * 4, kLine);
+      std::memcpy(destination, list, sizes.depth * 4);
+      destination += round_up(sizes.depth * 4, kLine);
     }
   const auto *head = reinterpret_cast<const Integers *>(packed);
   if (sizes.bits == 4)

@@ -98,9 +98,9 @@ void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *ou
     const E *gate = static_cast<const E *>(e.gate);
     run_expert<W>(x, M, D, e.shared_up, e.shared_down, e.shared_I, buffers);
     for (int64_t m = 0; m < M; ++m) {
-      const float amount = sum_row(D, [&](auto part, int64_t i) {
-        typedef decltype(part) V;
-        return mul_add(read<V>(x + m * D + i), read<V>(gate + i), part);
+      const float amount = sum_row(D, [&](auto partial_sum, int64_t i) {
+        typedef decltype(partial_sum) V;
+        return mul_add(read<V>(x + m * D + i), read<V>(gate + i), partial_sum);
       });
       add(sigmoid(amount), &buffers.products[m * D], m);
     }
@@ -177,10 +177,10 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
   const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t num_tokens = s.B * s.T;
   int64_t M = num_tokens;
-  const int64_t heads = (s.N + 2 * s.K) * s.H, inner = s.I * (1 + s.is_gated);
+  const int64_t heads = (s.N + 2 * s.K) * s.H, up_width = s.I * (1 + s.is_gated);
   const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
-  std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * inner);
-  std::vector<E> gated(s.is_gated ? M * s.I : 0), second(M * s.D);
+  std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * up_width);
+  std::vector<E> gated(s.is_gated ? M * s.I : 0), down_output(M * s.D);
   const MembersWait members_wait;  // before these are gone
   if (first == nullptr)
     add_norm<E>(x, nullptr, nullptr, share, layers->norm, layers->norm_bias, out, M, s.D, epsilon);
@@ -213,28 +213,28 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
     multiply(attended.data(), M, s.N * s.H, w.dense, w.dense_bias, s.D, mixed.data());
     if (w.post != nullptr)
       add_norm(x, mixed.data(), dense_norm, share, w.post, w.post_bias, out, M, s.D, epsilon);
-    E *down = w.post != nullptr ? mixed.data() : second.data();
+    E *down = w.post != nullptr ? mixed.data() : down_output.data();
     if (w.experts != nullptr) {
       mix_experts<W>(out, M, s.D, *w.experts, down);
     } else {
-      multiply(out, M, s.D, w.up, w.up_bias, inner, up.data());
+      multiply(out, M, s.D, w.up, w.up_bias, up_width, up.data());
       if (s.is_gated) {
         if (s.activation == 0)
           gate_mul<silu>(up.data(), gated.data(), M, s.I);
         else
           gate_mul<gelu_tanh>(up.data(), gated.data(), M, s.I);
       } else if (s.activation == 1) {
-        apply_to<gelu_tanh>(up.data(), M * inner);
+        apply_to<gelu_tanh>(up.data(), M * up_width);
       } else if (s.activation == 2) {
-        apply_to<gelu_erf>(up.data(), M * inner);
+        apply_to<gelu_erf>(up.data(), M * up_width);
       } else {
-        apply_to<relu>(up.data(), M * inner);
+        apply_to<relu>(up.data(), M * up_width);
       }
       multiply(s.is_gated ? gated.data() : up.data(), M, s.I, w.down, w.down_bias, s.D, down);
     }
     if (w.post == nullptr)
       for (int64_t i = 0; i < M * s.D; ++i)
-        store(mixed[i], to_float(mixed[i]) + to_float(second[i]));
+        store(mixed[i], to_float(mixed[i]) + to_float(down_output[i]));
     add_norm(x, mixed.data(), down_norm, share, is_last ? final_norm[0] : layers[layer + 1].norm,
              is_last ? final_norm[1] : layers[layer + 1].norm_bias, out, M, s.D, epsilon);
     if (is_cut) {

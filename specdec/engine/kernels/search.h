@@ -18,11 +18,11 @@ inline bool goes_before(const Ranked &a, const Ranked &b) {
 // NaN is ranked as minus infinity.
 inline Ranked rank(float x, int64_t which) { return {x == x ? x : -HUGE_VALF, which}; }
 
-// The best `kept` of `count` logits, best first.
-void find_best(const float *logits, int64_t count, int64_t kept, std::vector<Ranked> &heap) {
+// The best `num_kept` of `count` logits, best first.
+void find_best(const float *logits, int64_t count, int64_t num_kept, std::vector<Ranked> &heap) {
   heap.clear();
   for (int64_t v = 0; v < count; ++v) {
-    if (static_cast<int64_t>(heap.size()) < kept) {
+    if (static_cast<int64_t>(heap.size()) < num_kept) {
       heap.push_back(rank(logits[v], v));
       std::push_heap(heap.begin(), heap.end(), goes_before);
     } else if (logits[v] > heap.front().first) {
@@ -34,10 +34,10 @@ void find_best(const float *logits, int64_t count, int64_t kept, std::vector<Ran
   std::sort_heap(heap.begin(), heap.end(), goes_before);
 }
 
-// The best `width` of `count` logits, best first, as (log-probability among the best `kept`, token).
-void rank_tokens(const float *logits, int64_t count, int64_t kept, int64_t width,
+// The best `width` of `count` logits, best first, as (log-probability among the best `num_kept`, token).
+void rank_tokens(const float *logits, int64_t count, int64_t num_kept, int64_t width,
                  std::vector<Ranked> &heap) {
-  find_best(logits, count, kept, heap);
+  find_best(logits, count, num_kept, heap);
   const float top = heap[0].first;
   float total = 0.0f;
   for (const auto &entry : heap) total += std::exp(entry.first - top);
@@ -64,12 +64,12 @@ void rank_outputs(const E *x, int64_t M, int64_t depth, const W *head, const E *
   std::vector<float> logits(M * V);
   multiply(x, M, depth, head, bias, V, logits.data());
   for_each(M, M * V > kParallelWork, [&](int64_t m) {
-    std::vector<Ranked> best;
-    best.reserve(width);
-    rank_all(&logits[m * V], V, width, 1.0f, best);
+    std::vector<Ranked> ranked;
+    ranked.reserve(width);
+    rank_all(&logits[m * V], V, width, 1.0f, ranked);
     for (int64_t j = 0; j < width; ++j) {
-      tokens[m * width + j] = best[j].second;
-      scores[m * width + j] = best[j].first;
+      tokens[m * width + j] = ranked[j].second;
+      scores[m * width + j] = ranked[j].first;
     }
   });
 }
@@ -115,15 +115,15 @@ struct Search {
   const E *hidden;  // [B, H], the target's state before each root
   const int64_t B, W;
   int64_t width = 1, level = 0;
-  std::vector<int64_t> last;  // [B, width], the tokens of the level's nodes
-  std::vector<float> logits, state, next, embedded, x, first, second, contexts;
+  std::vector<int64_t> level_tokens;  // [B, width], the tokens of the level's nodes
+  std::vector<float> logits, state, next_state, embedded, x, products, recurrent_products, contexts;
 
   Search(const Drafter<P, E> &d, const E *hidden, const int64_t *roots, int64_t B, int64_t W)
-      : drafter(d), hidden(hidden), B(B), W(W), last(roots, roots + B) {
-    const int64_t most = B * W, wide = std::max(2 * d.H, d.X);
-    for (auto *states : {&state, &next, &embedded}) states->resize(most * d.H);
-    for (auto *inner : {&x, &first, &second}) inner->resize(most * wide);
-    logits.resize(most * d.V);
+      : drafter(d), hidden(hidden), B(B), W(W), level_tokens(roots, roots + B) {
+    const int64_t max_nodes = B * W, max_width = std::max(2 * d.H, d.X);
+    for (auto *states : {&state, &next_state, &embedded}) states->resize(max_nodes * d.H);
+    for (auto *buffer : {&x, &products, &recurrent_products}) buffer->resize(max_nodes * max_width);
+    logits.resize(max_nodes * d.V);
     if (d.context_proj == nullptr) return;
     contexts.resize(B * d.X);  // the same at every level
     multiply(hidden, B, d.H, d.context_proj, d.input_bias, d.X, contexts.data());
@@ -133,19 +133,19 @@ struct Search {
     const Drafter<P, E> &d = drafter;
     const int64_t M = B * width, H = d.H, X = d.X;
     const E *none = nullptr;
-    for (int64_t m = 0; m < M; ++m) d.embed(last[m], &embedded[m * H]);
+    for (int64_t m = 0; m < M; ++m) d.embed(level_tokens[m], &embedded[m * H]);
     if (d.rnn_w != nullptr) {
-      multiply(embedded.data(), M, H, d.rnn_w, none, H, first.data());
-      if (level > 0) multiply(state.data(), M, H, d.rnn_u, d.rnn_u_bias, H, second.data());
+      multiply(embedded.data(), M, H, d.rnn_w, none, H, products.data());
+      if (level > 0) multiply(state.data(), M, H, d.rnn_u, d.rnn_u_bias, H, recurrent_products.data());
       for (int64_t m = 0; m < M; ++m)
         for (int64_t i = 0; i < H; ++i) {
-          const float recurrent = level > 0 ? second[m * H + i] : to_float(d.rnn_u_bias[i]);
-          next[m * H + i] = silu(first[m * H + i] + recurrent);
+          const float recurrent = level > 0 ? recurrent_products[m * H + i] : to_float(d.rnn_u_bias[i]);
+          next_state[m * H + i] = silu(products[m * H + i] + recurrent);
         }
     } else {
-      for (int64_t i = 0; i < M * H; ++i) next[i] = embedded[i] + (level > 0 ? state[i] : 0.0f);
+      for (int64_t i = 0; i < M * H; ++i) next_state[i] = embedded[i] + (level > 0 ? state[i] : 0.0f);
     }
-    state.swap(next);
+    state.swap(next_state);
     if (d.state_proj != nullptr) {
       multiply(state.data(), M, H, d.state_proj, none, X, x.data());
       for (int64_t m = 0; m < M; ++m)
@@ -159,11 +159,11 @@ struct Search {
     }
     for (int64_t block = 0; block < d.num_blocks; ++block) {
       multiply(x.data(), M, X, static_cast<const P *>(d.blocks[2 * block]),
-               static_cast<const E *>(d.blocks[2 * block + 1]), X, first.data());
+               static_cast<const E *>(d.blocks[2 * block + 1]), X, products.data());
       for (int64_t m = 0; m < M; ++m)
 #pragma omp simd
         for (int64_t i = 0; i < X; ++i) {
-          const float z = first[m * X + i];
+          const float z = products[m * X + i];
           x[m * X + i] = mul_add(z, sigmoid(z), x[m * X + i]);
         }
     }
@@ -173,14 +173,14 @@ struct Search {
   // The next level's node w of row b is a token after node `source` of this one.
   void choose(int64_t b, int64_t w, int64_t source, int64_t token) {
     const int64_t to = b * W + w, H = drafter.H;
-    std::memcpy(&next[to * H], &state[(b * width + source) * H], sizeof(float) * H);
-    last[to] = token;
+    std::memcpy(&next_state[to * H], &state[(b * width + source) * H], sizeof(float) * H);
+    level_tokens[to] = token;
   }
 
-  void begin_choice() { last.resize(B * W); }
+  void begin_choice() { level_tokens.resize(B * W); }
 
   void end_choice() {
-    state.swap(next);
+    state.swap(next_state);
     width = W;
     ++level;
   }
@@ -191,11 +191,11 @@ struct Search {
 template <typename P, typename E>
 void search_beams(const Drafter<P, E> &drafter, const E *hidden, const int64_t *tokens,
                   int64_t *beams, int64_t B, int64_t W, int64_t L, int64_t C) {
-  const int64_t most = B * W, V = drafter.V;
+  const int64_t max_beams = B * W, V = drafter.V;
   Search<P, E> search(drafter, hidden, tokens, B, W);
-  std::vector<float> scores(B, 0.0f), next_scores(most);
-  std::vector<int64_t> paths(most * L), next_paths(most * L);
-  std::vector<std::vector<Ranked>> ranked(most);
+  std::vector<float> scores(B, 0.0f), next_scores(max_beams);
+  std::vector<int64_t> paths(max_beams * L), next_paths(max_beams * L);
+  std::vector<std::vector<Ranked>> ranked(max_beams);
   for (auto &heap : ranked) heap.reserve(C);
   for (int64_t step = 0; step < L; ++step) {
     search.run();
@@ -206,50 +206,50 @@ void search_beams(const Drafter<P, E> &drafter, const E *hidden, const int64_t *
     search.begin_choice();
     for (int64_t b = 0; b < B; ++b) {
       // Each beam's best W tokens hold the best W of all.
-      std::vector<Ranked> grown;
+      std::vector<Ranked> candidates;
       for (int64_t w = 0; w < width; ++w)
         for (int64_t j = 0; j < W; ++j)
-          grown.push_back(rank(scores[b * width + w] + ranked[b * width + w][j].first, w * W + j));
-      std::partial_sort(grown.begin(), grown.begin() + W, grown.end(), goes_before);
+          candidates.push_back(rank(scores[b * width + w] + ranked[b * width + w][j].first, w * W + j));
+      std::partial_sort(candidates.begin(), candidates.begin() + W, candidates.end(), goes_before);
       for (int64_t w = 0; w < W; ++w) {
-        const int64_t place = grown[w].second / W, source = b * width + place, to = b * W + w;
-        const int64_t token = drafter.name(ranked[source][grown[w].second % W].second);
-        next_scores[to] = grown[w].first;
+        const int64_t beam = candidates[w].second / W, source = b * width + beam, to = b * W + w;
+        const int64_t token = drafter.name(ranked[source][candidates[w].second % W].second);
+        next_scores[to] = candidates[w].first;
         std::memcpy(&next_paths[to * L], &paths[source * L], sizeof(int64_t) * step);
         next_paths[to * L + step] = token;
-        search.choose(b, w, place, token);
+        search.choose(b, w, beam, token);
       }
     }
     search.end_choice();
     paths.swap(next_paths);
     scores.assign(next_scores.begin(), next_scores.end());
   }
-  std::memcpy(beams, paths.data(), sizeof(int64_t) * most * L);
+  std::memcpy(beams, paths.data(), sizeof(int64_t) * max_beams * L);
 }
 
 // ReDrafter's dynamic tree, as `DynamicTree` in levels.py grows it. Every level goes on from the W
 // nodes of the greatest scores, sums of log-probabilities at each row's temperature, and drafts W
 // tokens from each; the N best of all that were drafted make the tree, in the order in which they
-// were. Another level is drafted while more than `least` of the newest one's tokens are expected to
+// were. Another level is drafted while more than `min_gain` of the newest one's tokens are expected to
 // be accepted, in all rows together and at most one in each. nodes: [3, B, N], tokens, parents and
 // depths, the root being node 0 and not listed; chances: [B, N], of each below its parent. Returns
 // the number of levels; unless it is L, a row has no more nodes than these drafted.
 template <typename P, typename E>
 int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t *tokens,
-                    const double *temperatures, double least, int64_t *nodes, double *chances,
+                    const double *temperatures, double min_gain, int64_t *nodes, double *chances,
                     int64_t B, int64_t W, int64_t L, int64_t N) {
   typedef std::pair<double, int64_t> Scored;
   const auto is_better = [](const Scored &a, const Scored &b) {
     return a.first > b.first || (a.first == b.first && a.second < b.second);
   };
-  const int64_t V = drafter.V, all = W + (L - 1) * W * W;
+  const int64_t V = drafter.V, max_nodes = W + (L - 1) * W * W;
   Search<P, E> search(drafter, hidden, tokens, B, W);
-  std::vector<int64_t> seen(B * all), parents(B * all);
-  std::vector<double> own(B * all), totals(B * all);
-  std::vector<int64_t> run(B * W);  // the nodes of the level that is run, among those seen
+  std::vector<int64_t> seen_tokens(B * max_nodes), parents(B * max_nodes);
+  std::vector<double> log_chances(B * max_nodes), totals(B * max_nodes);
+  std::vector<int64_t> level_nodes(B * W);  // the nodes of the level that is run, among those seen
   std::vector<std::vector<Ranked>> ranked(B * W);
   for (auto &heap : ranked) heap.reserve(W);
-  std::vector<Scored> grown;
+  std::vector<Scored> candidates;
   int64_t begin = 0, end = 0;  // of the newest level among those seen
   while (true) {
     search.run();
@@ -260,53 +260,53 @@ int64_t search_tree(const Drafter<P, E> &drafter, const E *hidden, const int64_t
     });
     begin = end;
     end += width * W;
-    double promised = 0.0;
+    double level_gain = 0.0;
     search.begin_choice();
     for (int64_t b = 0; b < B; ++b) {
-      grown.clear();
+      candidates.clear();
       for (int64_t w = 0; w < width; ++w) {
-        auto &best = ranked[b * width + w];
-        for (auto &entry : best) entry.first = rank(entry.first, 0).first;
-        const int64_t parent = begin > 0 ? run[b * W + w] : -1;
+        auto &ranked_tokens = ranked[b * width + w];
+        for (auto &entry : ranked_tokens) entry.first = rank(entry.first, 0).first;
+        const int64_t parent = begin > 0 ? level_nodes[b * W + w] : -1;
         for (int64_t j = 0; j < W; ++j) {
-          const int64_t place = begin + w * W + j, at = b * all + place;
-          seen[at] = drafter.name(best[j].second);
-          parents[at] = parent;
-          own[at] = best[j].first;
-          totals[at] = own[at] + (parent < 0 ? 0.0 : totals[b * all + parent]);
-          grown.push_back({totals[at], place});
+          const int64_t node = begin + w * W + j, index = b * max_nodes + node;
+          seen_tokens[index] = drafter.name(ranked_tokens[j].second);
+          parents[index] = parent;
+          log_chances[index] = ranked_tokens[j].first;
+          totals[index] = log_chances[index] + (parent < 0 ? 0.0 : totals[b * max_nodes + parent]);
+          candidates.push_back({totals[index], node});
         }
       }
-      std::partial_sort(grown.begin(), grown.begin() + W, grown.end(), is_better);
+      std::partial_sort(candidates.begin(), candidates.begin() + W, candidates.end(), is_better);
       double expected = 0.0;
       for (int64_t w = 0; w < W; ++w) {
-        const int64_t place = grown[w].second;
-        expected += std::exp(grown[w].first);
-        run[b * W + w] = place;
-        search.choose(b, w, (place - begin) / W, seen[b * all + place]);
+        const int64_t node = candidates[w].second;
+        expected += std::exp(candidates[w].first);
+        level_nodes[b * W + w] = node;
+        search.choose(b, w, (node - begin) / W, seen_tokens[b * max_nodes + node]);
       }
-      promised += expected < 1.0 ? expected : 1.0;
+      level_gain += expected < 1.0 ? expected : 1.0;
     }
     search.end_choice();
-    if (search.level == L || !(promised > least)) break;
+    if (search.level == L || !(level_gain > min_gain)) break;
   }
-  const int64_t kept = std::min(N, end);
-  std::vector<int64_t> node_of(all);
+  const int64_t num_kept = std::min(N, end);
+  std::vector<int64_t> node_of(max_nodes);
   for (int64_t b = 0; b < B; ++b) {
-    grown.clear();
-    for (int64_t i = 0; i < end; ++i) grown.push_back({totals[b * all + i], i});
-    std::partial_sort(grown.begin(), grown.begin() + kept, grown.end(), is_better);
-    std::sort(grown.begin(), grown.begin() + kept,
+    candidates.clear();
+    for (int64_t i = 0; i < end; ++i) candidates.push_back({totals[b * max_nodes + i], i});
+    std::partial_sort(candidates.begin(), candidates.begin() + num_kept, candidates.end(), is_better);
+    std::sort(candidates.begin(), candidates.begin() + num_kept,
               [](const Scored &a, const Scored &b) { return a.second < b.second; });
-    int64_t *drafted = nodes + b * N, *above = drafted + B * N, *depths = above + B * N;
-    for (int64_t n = 0; n < kept; ++n) {
-      const int64_t i = grown[n].second, parent = parents[b * all + i];
+    int64_t *drafted = nodes + b * N, *drafted_parents = drafted + B * N, *depths = drafted_parents + B * N;
+    for (int64_t n = 0; n < num_kept; ++n) {
+      const int64_t i = candidates[n].second, parent = parents[b * max_nodes + i];
       node_of[i] = n + 1;
-      drafted[n] = seen[b * all + i];
+      drafted[n] = seen_tokens[b * max_nodes + i];
       // A parent is at least as probable as its child, and comes first where they tie.
-      above[n] = parent < 0 ? 0 : node_of[parent];
-      depths[n] = parent < 0 ? 1 : depths[above[n] - 1] + 1;
-      chances[b * N + n] = std::exp(own[b * all + i]);
+      drafted_parents[n] = parent < 0 ? 0 : node_of[parent];
+      depths[n] = parent < 0 ? 1 : depths[drafted_parents[n] - 1] + 1;
+      chances[b * N + n] = std::exp(log_chances[b * max_nodes + i]);
     }
   }
   return search.level;

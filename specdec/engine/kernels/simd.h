@@ -102,7 +102,7 @@ inline float round_through(float x) {
   return to_float(stored);
 }
 
-// How many registers of vectors there are.
+// Number of registers of vectors.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
@@ -189,7 +189,7 @@ inline Floats widen(const half *from) {
 #endif
 }
 
-// One number as a float, or kVector of them: what a loop over a row reads for its sum's type.
+// One number as a float, or kVector of them, as a loop over a row reads for its sum's type.
 template <typename V, typename E>
 inline V read(const E *from) {
   if constexpr (std::is_same<V, float>::value)
@@ -204,17 +204,17 @@ constexpr int64_t kSums = 16;
 
 template <typename Add>
 inline float sum_row(int64_t count, const Add &add) {
-  Floats parts[kSums / kVector] = {};
+  Floats vector_sums[kSums / kVector] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums)
 #pragma GCC unroll 4
-    for (int64_t part = 0; part < kSums / kVector; ++part)
-      parts[part] = add(parts[part], i + part * kVector);
+    for (int64_t lane = 0; lane < kSums / kVector; ++lane)
+      vector_sums[lane] = add(vector_sums[lane], i + lane * kVector);
   float sums[kSums];
-  std::memcpy(sums, parts, sizeof sums);
-  for (int64_t part = 0; part < kSums && i < count; ++i, ++part) sums[part] = add(sums[part], i);
+  std::memcpy(sums, vector_sums, sizeof sums);
+  for (int64_t lane = 0; lane < kSums && i < count; ++i, ++lane) sums[lane] = add(sums[lane], i);
   for (int64_t half = kSums / 2; half > 0; half /= 2)
-    for (int64_t part = 0; part < half; ++part) sums[part] += sums[part + half];
+    for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
   return sums[0];
 }
 
@@ -228,8 +228,8 @@ inline float sum_row(int64_t count, const Add &add) {
 template <typename V>
 SPECDEC_INLINE V exp_fast(V x) {
   typedef typename std::conditional<std::is_same<V, float>::value, uint32_t, Words>::type Bits;
-  const V least = V{} - 87.0f, rounding = V{} + 12582912.0f;
-  x = x < least ? least : x;
+  const V min_x = V{} - 87.0f, rounding = V{} + 12582912.0f;
+  x = x < min_x ? min_x : x;
   const V rounded = mul_add(x, V{} + 1.44269504088896341f, rounding), k = rounded - rounding;
   V r = mul_add(k, V{} - 0.693359375f, x);
   r = mul_add(k, V{} + 2.12194440e-4f, r);
@@ -258,9 +258,9 @@ SPECDEC_INLINE V tanh_fast(V x) {
   p = mul_add(p, square, V{} - 5.37397155531e-2f);
   p = mul_add(p, square, V{} + 1.33314422036e-1f);
   p = mul_add(p, square, V{} - 3.33332819422e-1f);
-  const V near = mul_add(p * square, x, x);
-  const V e = exp_fast(size * -2.0f), far = (1.0f - e) / (1.0f + e);
-  return size < V{} + 0.625f ? near : x < V{} ? -far : far;
+  const V polynomial = mul_add(p * square, x, x);
+  const V e = exp_fast(size * -2.0f), quotient = (1.0f - e) / (1.0f + e);
+  return size < V{} + 0.625f ? polynomial : x < V{} ? -quotient : quotient;
 }
 
 SPECDEC_INLINE float sigmoid(float x) {

@@ -6,14 +6,16 @@
 
 namespace {
 
-// How threads wait for each other within a call. A waiting thread looks for what is to change, and
+// Waits of threads for each other within a call. A waiting thread looks for what is to change, and
 // between looks lets others have the core: a thread that spins instead may burn the turn that the other
 // one waits for, and one that sleeps takes longer to wake than many a loop here takes. Where a look
 // lasted long, other programs did want the core: then threads sleep for a number of waits before they
 // look so long again, twice as many each time. One for all threads of a process.
-constexpr int kSpins = 1000, kYields = 3000;
-constexpr int64_t kMinCalm = 16, kMaxCalm = 4096;
-constexpr std::chrono::microseconds kLongYield(700);
+constexpr int kSpins = 1000;  // looks without letting others have the core
+constexpr int kYields = 3000;  // looks between which others may have it
+constexpr int64_t kMinCalm = 16;  // waits without looks after the first long one
+constexpr int64_t kMaxCalm = 4096;  // waits without looks at most
+constexpr std::chrono::microseconds kLongYield(700);  // a look that lasted so long was another program's
 constexpr int64_t kLine = 64;  // bytes of a line of the caches
 
 inline void relax() {
@@ -24,7 +26,7 @@ inline void relax() {
 #endif
 }
 
-// Which cores threads run on. Where the system does not tell, nothing is changed.
+// Cores that threads run on. Where the system does not tell, nothing is changed.
 #if defined(__linux__)
 inline int get_core() { return sched_getcpu(); }
 inline int get_thread() { return static_cast<int>(syscall(SYS_gettid)); }
@@ -59,9 +61,9 @@ class Signal {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
   }
 
-  void wait(uint32_t before) {  // until it is another number
+  void wait(uint32_t old_number) {  // until it is another number
     for (int i = 0; i < kSpins; ++i) {
-      if (read() != before) return;
+      if (read() != old_number) return;
       relax();
     }
     if (calm_.load(std::memory_order_relaxed) > 0) {
@@ -75,29 +77,29 @@ class Signal {
           const int64_t calm = std::min(2 * last_calm_.load(std::memory_order_relaxed), kMaxCalm);
           last_calm_.store(calm, std::memory_order_relaxed);
           calm_.store(calm, std::memory_order_relaxed);
-          if (read() != before) return;
+          if (read() != old_number) return;
           break;
         }
         yielded = now;
-        if (read() != before) {
+        if (read() != old_number) {
           last_calm_.store(kMinCalm / 2, std::memory_order_relaxed);
           return;
         }
       }
     }
-    sleep_until(before);
+    sleep_until(old_number);
   }
 
-  void sleep_until(uint32_t before) {
+  void sleep_until(uint32_t old_number) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    while (number_.load(std::memory_order_seq_cst) == before) sleep(before);
+    while (number_.load(std::memory_order_seq_cst) == old_number) sleep(old_number);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
 #if defined(__linux__)
-  void sleep(uint32_t before) {
-    syscall(SYS_futex, &number_, FUTEX_WAIT_PRIVATE, before, nullptr, nullptr, 0);
+  void sleep(uint32_t old_number) {
+    syscall(SYS_futex, &number_, FUTEX_WAIT_PRIVATE, old_number, nullptr, nullptr, 0);
   }
   void wake() { syscall(SYS_futex, &number_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
 #else
@@ -216,7 +218,7 @@ class ThreadTeam {
   template <typename F>
   void run(int64_t size, int64_t min_rounds, bool is_repeatable, const F &body) {
     static_assert(std::is_trivially_copyable<F>::value && sizeof(F) <= sizeof Loop::body, "");
-    const auto began = Clock::now();
+    const auto start_time = Clock::now();
     const uint32_t number = loop_signal_.read() + 1;
     loop_number_.store(number, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
@@ -241,7 +243,7 @@ class ThreadTeam {
     loop_signal_.raise();
     current_team = nullptr;  // a loop within a loop is the member's own
     work(loop_, number, 0);
-    finish(number, began);
+    finish(number, start_time);
     current_team = this;
   }
 
@@ -300,8 +302,8 @@ class ThreadTeam {
     const int core = get_core(), thread = member.thread.load(std::memory_order_relaxed);
     is_awaited_.store(true, std::memory_order_seq_cst);
     move(thread, true, core, leader_);
-    for (uint32_t before = idle_signal_.read(); is_busy(); before = idle_signal_.read())
-      idle_signal_.sleep_until(before);
+    for (uint32_t old_number = idle_signal_.read(); is_busy(); old_number = idle_signal_.read())
+      idle_signal_.sleep_until(old_number);
     move(thread, false, core, leader_);
     is_awaited_.store(false, std::memory_order_relaxed);
   }
@@ -329,12 +331,12 @@ class ThreadTeam {
 
   // Waits until all chunks are done. Where other threads take much longer than the loop did so far, the
   // leader computes what may be repeated by itself.
-  void finish(uint32_t number, Clock::time_point began) {
+  void finish(uint32_t number, Clock::time_point start_time) {
     const auto is_done = [&] {
       return static_cast<uint32_t>(num_left_.load(std::memory_order_acquire)) == 0;
     };
     if (is_done()) return;
-    const auto now = Clock::now(), end = now + std::max<Clock::duration>(kPatience, (now - began) / 4);
+    const auto now = Clock::now(), end = now + std::max<Clock::duration>(kPatience, (now - start_time) / 4);
     for (int64_t i = 1; i % 64 != 0 || Clock::now() < end; ++i) {
       if (is_done()) return;
       relax();
