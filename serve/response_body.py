@@ -32,6 +32,12 @@ from .schema import (
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that has an effect
 ECHOED = ("prompt_cache_key", "user", "safety_identifier")  # names that an answer repeats
 TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+# Tools that the client's host or OpenAI's servers run: without a schema the model cannot call them.
+HOSTED = (
+    "web_search", "web_search_preview", "local_shell", "shell", "apply_patch", "custom",
+    "tool_search",
+)  # fmt: skip
+NAMESPACE = "namespace"  # type of a tool that holds functions
 NOT_STORED: Check = (
     lambda v: False, "left out: nothing is stored, so send the whole conversation as input"
 )  # fmt: skip
@@ -111,10 +117,48 @@ class ResponseBody(ConversationBody):
 
     def list_ignored(self) -> list[str]:
         names = sorted(set(self.include or ()) - {LOGPROBS})
-        return [*self.ignored, *(f"include.{name[:100]}" for name in names)]
+        unread_tools = [f"{path}.type" for path, tool in super().list_tools() if _is_hosted(tool)]
+        return [*self.ignored, *(f"include.{name[:100]}" for name in names), *unread_tools]
+
+    def list_tools(self) -> list[tuple[str, Any]]:
+        """Return the functions, also of namespaces, and hosted tools that have a schema."""
+        tools: list[tuple[str, Any]] = []
+        for path, tool in super().list_tools():
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if kind == NAMESPACE:
+                tools += _list_functions(tool, path)
+            elif kind in HOSTED and not _is_hosted(tool):
+                tools.append((path, {**tool, "type": "function"}))
+            elif kind not in HOSTED:
+                tools.append((path, tool))
+        return tools
+
+    def find_namespace(self, name: str) -> str | None:
+        """Return the namespace of a function, None for none."""
+        for path, tool in super().list_tools():
+            if isinstance(tool, dict) and tool.get("type") == NAMESPACE:
+                functions = [function for _, function in _list_functions(tool, path)]
+                if any(is_object(f) and f.get("name") == name for f in functions):
+                    return str(tool.get("name"))
+        return None
 
     def list_turns(self) -> Turns:
         return _read_items(self.input, self.instructions)
+
+
+def _is_hosted(tool: Any) -> bool:
+    """Return whether a tool is a hosted one without a schema."""
+    return is_object(tool) and tool.get("type") in HOSTED and not is_object(tool.get("parameters"))
+
+
+def _list_functions(tool: Mapping[str, Any], path: str) -> list[tuple[str, Any]]:
+    """Return the functions of a namespace behind their paths."""
+    if not is_text(tool.get("name")):
+        raise refuse(f"{path}.name", f"is {shorten(tool.get('name'))}, not a text")
+    functions = tool.get("tools")
+    if not isinstance(functions, list):
+        raise refuse(f"{path}.tools", f"is {shorten(functions)}, not a list of functions")
+    return [(f"{path}.tools.{i}", function) for i, function in enumerate(functions)]
 
 
 def _read_items(items: Any, instructions: str | None) -> Turns:

@@ -10,7 +10,7 @@ from specdec import Event
 
 from .answers import ChatAnswer, Choice
 from .protocol import BadRequest
-from .response_body import ECHOED
+from .response_body import ECHOED, ResponseBody
 
 Item = dict[str, Any]
 
@@ -19,6 +19,7 @@ class ResponseAnswer(ChatAnswer):
     """Answer to a response's body: a list of items, sent event by event in a stream."""
 
     ending = b""
+    body: ResponseBody
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -89,8 +90,10 @@ class ResponseAnswer(ChatAnswer):
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
+                namespace = self.body.find_namespace(function["name"])
                 yield from self._open(
                     {
+                        **({} if namespace is None else {"namespace": namespace}),
                         "id": f"fc_{secrets.token_hex(24)}", "type": "function_call",
                         "call_id": call["id"], "name": function["name"], "arguments": "",
                     }

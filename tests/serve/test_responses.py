@@ -242,7 +242,11 @@ def test_items_become_messages() -> None:
     [
         ({"input": []}, "input", "a text or a list of items"),
         ({}, "input", "input is missing"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"input": "x", "tools": [{"type": "file_search"}]}, "tools", "'file_search'"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools",
+         "tools.0.tools is"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]},
+         "tools", "tools.0.tools.0.type is None"),
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id", "nothing is stored"),
         ({"input": "x", "background": True}, "background", "as soon as"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "nothing is stored"),
@@ -273,6 +277,32 @@ def test_refusals(url: str, body: dict[str, Any], param: str, message: str) -> N
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert message in answer.json()["error"]["message"]
+
+
+def test_tools_of_the_clients_host(url: str) -> None:
+    """As Codex CLI sends them: functions of a namespace are called, and the rest is listed."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+    tools = [
+        {"type": "custom", "name": "apply_patch", "description": "d", "format": grammar},
+        {"type": "local_shell"}, {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "mcp", "description": "d", "tools": [TOOL]},
+        {"type": "shell", "name": "sh", "parameters": {"type": "object"}}, SAY,
+    ]  # fmt: skip
+    body = {"input": "hi", "client_metadata": {"a": "b"}, "max_output_tokens": 200, "tools": tools}
+    choice = {"type": "function", "name": "add"}
+    answer = post(url, "/v1/responses", **body, tool_choice=choice, store=False)
+    unread = [f"tools.{i}.type" for i in (0, 1, 2)]
+    assert answer["specdec"]["ignored"] == ["client_metadata", "store", *unread]
+    (call,) = answer["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "add", "mcp")
+    read = read_body(ResponseBody, body)
+    names = [tool["name"] for _, tool in read.list_tools()]
+    assert names == ["add", "sh", "say"]
+    assert read.find_namespace("say") is None
+    done = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+    turns = [{"role": "user", "content": "hi"}, call, done]
+    again = {**body, "input": turns, "max_output_tokens": 2}
+    assert post(url, "/v1/responses", **again)["usage"]["input_tokens"] > 20
 
 
 def test_embeddings_are_refused(client: Any) -> None:
