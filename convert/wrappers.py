@@ -58,6 +58,7 @@ _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": dict(zip(_SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
     "mistral": dict(zip(_SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
+    "ministral3": dict(zip(_SIZES, (131072, 4096, 14336, 34, 32), strict=True)),
     "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,

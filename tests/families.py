@@ -22,6 +22,7 @@ CLASSES = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
@@ -35,10 +36,14 @@ CLASSES = {
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-OWN = ("seed_oss", "smollm3", "stablelm", *HYBRIDS)
+OWN = ("ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS)
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
+SCALED_QUERIES = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 12, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
 _LINEAR = {
     "head_dim": 32, "linear_num_key_heads": 24, "linear_num_value_heads": 48,
     "linear_key_head_dim": 4, "linear_value_head_dim": 2, "full_attention_interval": 2,
@@ -102,8 +107,10 @@ def make_family_model(
         values = {renamed.get(key, key): value for key, value in values.items()}
     elif family == "opt":
         values |= {"ffn_dim": values.pop("intermediate_size"), "word_embed_proj_dim": hidden}
-    elif family in ("gemma", "gemma2", "gemma3", "ministral", "qwen3", "seed_oss"):
+    elif family in ("gemma", "gemma2", "gemma3", "ministral", "ministral3", "qwen3", "seed_oss"):
         values["head_dim"] = hidden // heads
+        if family == "ministral3":
+            values["rope_parameters"] = SCALED_QUERIES
     elif family == "qwen3_5":
         values |= _LINEAR
     elif family in EXPERTS:

@@ -1,4 +1,4 @@
-"""Llama and models with its tensor names: Mistral, Ministral, Mixtral, Granite."""
+"""Llama and models with its tensor names: Mistral, Ministral 1 and 3, Mixtral, Granite."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.model.architectures import Architecture
 from specdec.model.config import FULL, SLIDING
-from specdec.model.config_reader import ConfigReader
+from specdec.model.config_reader import BETA, ConfigReader, drop_query_scale
 
 from ..config import MOE_014
 from ..hf import HfFolder
@@ -21,8 +22,10 @@ from .base import (
     Layout,
     add_keys,
     decoder,
+    describe_rotary,
     get_window,
     read_biases,
+    read_decoder,
     read_experts,
     read_windows,
     refuse_layer_types,
@@ -89,6 +92,44 @@ MINISTRAL = dataclasses.replace(
     MISTRAL, name="ministral", architectures=("MinistralForCausalLM",),
     written_as="MistralForCausalLM",
 )  # fmt: skip
+
+
+# Absent fields of Ministral 3's rotary embedding.
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, BETA: 0.1, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16384,
+}  # fmt: skip
+
+
+def read_ministral3(reader: ConfigReader, _: Layout) -> dict[str, Any]:
+    """Read Ministral 3's fields, of which some are in its rotary embedding.
+
+    Its queries are scaled by their positions, which no other family's are.
+    """
+    name = "rope_parameters" if reader.get_object("rope_parameters") else "rope_scaling"
+    rotary = reader.enter(reader.get_object(name) or YARN)
+    values = read_decoder(
+        reader.enter(drop_query_scale({**reader.config, name: rotary.config})),
+        norm_epsilon=("rms_norm_eps", 1e-5), max_positions=262144, num_kv_heads=8,
+        absent_head_dim=128,
+    )  # fmt: skip
+    values |= window(None, is_uniform=True)(reader, _, values)
+    values["own_arithmetic"] = Architecture()
+    if rotary.config.get(BETA) not in (None, 0):
+        values["query_scaling_beta"] = rotary.get_float(BETA)
+        length = "original_max_position_embeddings"
+        values[length] = rotary.get_int(length, minimum=2)
+    return values
+
+
+MINISTRAL_3 = Family(
+    name="ministral3",
+    architectures=("Ministral3ForCausalLM",),
+    modules=MODULES,
+    read_config=read_ministral3,
+    describe=add_keys("query_scaling_beta", base=describe_rotary),
+)
 
 
 def experts(**defaults: Any) -> FieldReader:

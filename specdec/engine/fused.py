@@ -87,13 +87,14 @@ def _gate_kernel(inner, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU:
 @triton.jit(do_not_specialize_on_alignment=["lines", "rows", "slots"])
 def _turn_kernel(  # noqa: PLR0913 - Triton takes pointers and strides one by one
     product, q_weight, k_weight, cos, sin, lines, rows, slots, queries, block,
-    epsilon, offset, width, plane_stride, row_stride, head_stride,
+    epsilon, offset, query_shift, width, plane_stride, row_stride, head_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     ROTATED_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store one head of one token: a query normed and rotated, a key likewise into the cache.
 
-    A value is copied there. SIZE: H; ROTATED_SIZE: R. width: from token to token of the product.
+    A value is copied there. query_shift: lines from a key's to a query's. SIZE: H; ROTATED_SIZE: R.
+    width: from token to token of the product.
     plane_stride: from a key to its value in the cache; row_stride, head_stride: of rows and heads.
     Norms and rotation are left out where they are None.
     """
@@ -125,7 +126,8 @@ def _turn_kernel(  # noqa: PLR0913 - Triton takes pointers and strides one by on
             )
             y = (y * scale * (norm_weight.to(tl.float32) + offset)).to(kind).to(tl.float32)
         if cos is not None:
-            angle = tl.load(lines + token) * ROTATED_SIZE + columns
+            line = tl.load(lines + token) + tl.where(head < NUM_HEADS, query_shift, 0)
+            angle = line * ROTATED_SIZE + columns
             c = tl.load(cos + angle, mask=is_rotated, other=1.0).to(tl.float32)
             s = tl.load(sin + angle, mask=is_rotated, other=0.0).to(tl.float32)
             y = tl.where(columns < ROTATED_SIZE // 2, -y, y)
@@ -195,7 +197,9 @@ def turn(
         epsilon, offset = attention.q_norm.epsilon, attention.q_norm.offset
     _turn_kernel[num_tokens, num_rows, num_heads + 2 * num_kv_heads](
         product, *weights, cos, sin, placement.lines, placement.rows, placement.slots,
-        queries, block, epsilon, offset, product.stride(1), *block.stride()[:3],
+        queries, block, epsilon, offset,
+        0 if attention.rotary is None else attention.rotary.query_shift,
+        product.stride(1), *block.stride()[:3],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, SIZE=size,
         ROTATED_SIZE=0 if cos is None else cos.shape[-1],
         BLOCK=triton.next_power_of_2(size), num_warps=1, enable_fp_fusion=False,

@@ -164,6 +164,7 @@ class NativeKernels(MatrixKernels):
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], attention.window or 0,
             attention.scale, attention.cap or 0.0, epsilon, offset,
+            0 if rotary is None else rotary.query_shift,
         )  # fmt: skip
         return output
 

@@ -39,7 +39,8 @@ class LayerRecord(ctypes.Structure):
         ),
         *((name, POINTER) for name in HEAD_NORMS),
         *((name + suffix, POINTER) for name in LAYER_NORMS[2:] for suffix in ("", "_bias")),
-        ("cosine", POINTER), ("sine", POINTER), ("window", INT), ("experts", POINTER),
+        ("cosine", POINTER), ("sine", POINTER), ("window", INT), ("query_shift", INT),
+        ("experts", POINTER),
     ]  # fmt: skip
 
 

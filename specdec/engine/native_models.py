@@ -35,7 +35,7 @@ def count_lines(table: RotaryTable | None, dtype: torch.dtype) -> float:
     if table is None:
         return math.inf
     check_all(dtype, ("cos", table.cos, table.cos.shape), ("sin", table.sin, table.cos.shape))
-    return len(table.cos)
+    return len(table.cos) - table.query_shift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +202,7 @@ class PackedLayers:
                 setattr(record, name, get_pointer(tensor))
             if (table := attention.rotary) is not None:
                 record.cosine, record.sine = table.cos.data_ptr(), table.sin.data_ptr()
+                record.query_shift = table.query_shift
             record.window = attention.window or 0
             if self._experts:
                 record.experts = ctypes.addressof(self._experts[index].record)

@@ -128,6 +128,21 @@ def _get_longrope_attention(model: ModelConfig, scaling: dict[str, Any], switch:
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(switch))
 
 
+def compute_query_scales(model: ModelConfig, num_positions: int) -> Tensor:
+    """Compute the factors of queries by their positions, [P], in float32.
+
+    Scaled scores keep attention sharp beyond the length of the first training, as in Llama 4:
+    https://ai.meta.com/blog/llama-4-multimodal-intelligence/, after
+    https://arxiv.org/abs/2501.19399.
+    """
+    scales = torch.ones(num_positions)
+    if model.query_scaling_beta is not None:
+        assert model.original_max_position_embeddings is not None
+        lengths = torch.arange(num_positions) / model.original_max_position_embeddings
+        scales += model.query_scaling_beta * torch.log(1 + torch.floor(lengths))
+    return scales
+
+
 class RotaryTable:
     """Cosines and sines of every position, [lines, R], in the model's type.
 
@@ -138,6 +153,9 @@ class RotaryTable:
     tokens before it keep theirs. Prompts must be within the trained length.
     longrope: one table for sequences up to the switch length, one for prompts beyond it. A sequence
     may not cross it: transformers computes all keys again there.
+
+    query_shift: how many lines further on a query's line is than a key's. It is 0 but where queries
+    are scaled by their positions, and then their lines, which are scaled, follow those of keys.
     """
 
     def __init__(
@@ -178,6 +196,14 @@ class RotaryTable:
                     half = (half * self.attention_factor).to(device, dtype)
                     all_values[table, chunk] = half.unsqueeze(1)
         self.cos, self.sin = cos.view(-1, model.rotary_size), sin.view(-1, model.rotary_size)
+        self.query_shift = 0
+        scales = compute_query_scales(model, num_positions).to(device)
+        if bool((scales != 1).any()):
+            self.query_shift = len(self.cos)
+            self.cos, self.sin = (
+                torch.cat((half, (half.float() * scales[:, None]).to(dtype)))
+                for half in (self.cos, self.sin)
+            )
 
     def repeat(self, num_lines: int) -> None:
         """Let every table that another's lines are of, `num_lines` in all, be this one."""

@@ -329,9 +329,10 @@ class TorchLayers:
             q, k = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
             rotated = torch.cat((attention.q_norm(q), attention.k_norm(k)), dim=2)
         if (table := attention.rotary) is not None:
-            if table not in placement.angles:  # [B, T, 1, R]
-                cos, sin = (half[placement.lines].unsqueeze(2) for half in (table.cos, table.sin))
-                placement.angles[table] = cos, sin
+            if table not in placement.angles:  # [B, T, 1, R], or [B, T, heads, R]
+                placement.angles[table] = find_angles(
+                    table, placement.lines, num_heads, stack.num_kv_heads
+                )
             rotated = rotate(rotated, *placement.angles[table])
         queries, new_keys = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
         block[0][rows[:, None], :, slots] = new_keys
@@ -363,6 +364,20 @@ def find_lines(step: Step, cache: KVCache) -> IntArray:
     """Return the lines of the rotary tables for a step's tokens, [B, T]."""
     lines: IntArray = step.positions + cache.rotary_starts[step.rows][:, None]
     return lines
+
+
+def find_angles(
+    table: RotaryTable, lines: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Find the cosines and sines of a step's tokens, whose lines are [B, T]: [B, T, 1, R].
+
+    They are [B, T, heads of queries and keys, R] where queries have lines of their own.
+    """
+    lines = lines.unsqueeze(-1)
+    if table.query_shift:
+        heads = torch.arange(num_heads + num_kv_heads, device=lines.device)
+        lines = lines + (heads < num_heads) * table.query_shift
+    return table.cos[lines], table.sin[lines]
 
 
 def build_full_mask(

@@ -122,6 +122,9 @@ def find_architecture(data: Metadata) -> GgufArchitecture:
         return MIXTRAL
     if data.name == "llama" and data.get("attention.sliding_window"):
         return MISTRAL
+    marks = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+    if data.name == "mistral3" and not any(data.get(key) for key in marks):
+        return MISTRAL  # Mistral Small 3
     return READ[data.name]
 
 
@@ -337,6 +340,18 @@ def _read_phi3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_ministral3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = dict(config.get("rope_scaling") or {"rope_type": "default"})
+    if (multiplier := data.get("rope.scaling.yarn_log_multiplier")) and len(scaling) > 1:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if data.get("attention.temperature_scale"):
+        beta = np.float32(data.positive("attention.temperature_scale", 1.0))
+        scaling["llama_4_scaling_beta"] = float(str(beta))
+    length = "original_max_position_embeddings"
+    key, whole_length = "rope.scaling.original_context_length", config["max_position_embeddings"]
+    return {"rope_scaling": {length: data.count(key, whole_length), **scaling}}
+
+
 def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if data.get("rope.scaling.finetuned", True) is False:
         data.refuse("a Granite without rotary embedding is not read")
@@ -384,6 +399,7 @@ def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
 EXTRA_READERS: dict[str, ExtraReader] = {
     "llama": _read_biases,
     "mistral": lambda data, _: {"sliding_window": data.get("attention.sliding_window")},
+    "ministral3": _read_ministral3,
     "mixtral": lambda data, config: _read_experts(data, config) | {
         "sliding_window": data.get("attention.sliding_window") or None
     },

@@ -83,6 +83,7 @@ class GgufArchitecture:
 
 READ = {
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", interleaves=True),
+    "mistral3": GgufArchitecture("Ministral3ForCausalLM", "ministral3", interleaves=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": GgufArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_NAMES),

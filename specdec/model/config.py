@@ -47,7 +47,9 @@ class ModelConfig:
 
     rotary_pct: the rotated part of each head. sliding_window: a token sees that many tokens, itself
     included; None sees all. share_embedding_table: `lm_head.weight` is not stored, the embedding
-    stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at.
+    stands for it. original_max_position_embeddings: of longrope scaling, the length it switches at;
+    of scaled queries, the length from which they are. query_scaling_beta: queries are multiplied by
+    1 + beta log(1 + floor(position / original_max_position_embeddings)); None leaves them.
     experts: the MLPs of a mixture; intermediate_size may then be any. own_arithmetic: what an
     architecture computes that ARCHITECTURES does not have.
 
@@ -80,6 +82,7 @@ class ModelConfig:
     rotary_pct: float = 1.0
     sliding_window: int | None = size(default=None)
     original_max_position_embeddings: int | None = size(minimum=2, default=None)
+    query_scaling_beta: float | None = positive(default=None)
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
     share_embedding_table: bool = False
@@ -253,6 +256,13 @@ class ModelConfig:
              f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
              f" {self.rotary_size} dimensions, which is odd",
              "correct head_dim or the rotated share of it: rotary embedding needs pairs"),
+            (self.query_scaling_beta is not None
+             and (self.original_max_position_embeddings is None or self.rotary_pct != 1),
+             f"query_scaling_beta={self.query_scaling_beta} with"
+             f" original_max_position_embeddings={self.original_max_position_embeddings} and"
+             f" rotary_pct={self.rotary_pct}",
+             "copy the model's config.json again: queries that are scaled by their positions need"
+             " that length, and heads that are rotated whole"),
         )  # fmt: skip
         problems += self.find_scaling_problems()
         problems += Problems.from_table(

@@ -105,6 +105,19 @@ class Rotary:
 BETA = "llama_4_scaling_beta"  # of queries at positions beyond those of the first training
 
 
+def drop_query_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Ministral 3's config.json without its scale of queries, as other families have it.
+
+    The length of the model, which is beside the scale, is none of a rotary embedding's keys either.
+    """
+    names = ("rope_parameters", "rope_scaling")
+    return {
+        name: {k: v for k, v in value.items() if k not in (BETA, "max_position_embeddings")}
+        if name in names and isinstance(value, dict) else value
+        for name, value in config.items()
+    }  # fmt: skip
+
+
 def read_rotary(reader: ConfigReader) -> Rotary:
     """Read the rotary embedding, whichever version of transformers wrote it.
 

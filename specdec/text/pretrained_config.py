@@ -16,6 +16,7 @@ from specdec.model.config_reader import (
     ConfigReader,
     Rotary,
     count_experts,
+    drop_query_scale,
     read_rotary,
 )
 
@@ -31,6 +32,7 @@ LATER_FIELDS = {
     "use_bidirectional_attention": (None, False), "swiglu_alpha": (None, 1.702),
     "swiglu_limit": (None, 7.0),
 }  # fmt: skip
+SCALES_QUERIES = "ministral3"  # a model whose class scales queries by their positions
 TOLERANCE = 1e-4  # of a frequency; versions compute them in other orders
 
 
@@ -45,6 +47,8 @@ def adapt_config(config: Any, document: Mapping[str, Any], path: Path) -> Rotary
     text = config.get_text_config()
     text_document = _find_text(config, text, document)
     default_config = type(text)()
+    if text.model_type == SCALES_QUERIES:
+        text_document = drop_query_scale(text_document)
     reader = ConfigReader(text_document, path)
     rotary, is_old = read_rotary(reader), transformers.__version__.startswith("4.")
     translates = is_old and text_document.get("rope_parameters")
@@ -128,7 +132,10 @@ def check_rotary(model: Any, config: Any, rotary: Rotary, name: str) -> None:
     from specdec.engine.rotary import compute_frequencies
 
     text = config.get_text_config()
-    config_rotary = read_rotary(ConfigReader(text.to_dict(), Path(name)))
+    document = text.to_dict()
+    if text.model_type == SCALES_QUERIES:
+        document = drop_query_scale(document)
+    config_rotary = read_rotary(ConfigReader(document, Path(name)))
     for key, buffer in model.named_buffers():
         if not key.endswith("inv_freq") or "original" in key or "vis" in key:
             continue

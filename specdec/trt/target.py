@@ -69,13 +69,19 @@ class LayersWriter:
         if model.arithmetic.positions == "rotary":
             half = model.rotary_size // 2
             tables = make_tables(model, writer.sizes.positions, writer.dtype, CPU)
-            layer_scales = [
-                tuple(
-                    writer.constant(table_half[:, :half]) for table_half in (table.cos, table.sin)
-                )
-                for table in dict.fromkeys(tables)
-            ]
-            self._tables = [layer_scales[0], layer_scales[-1]]
+            layer_tables = []
+            for table in dict.fromkeys(tables):
+                starts = dict.fromkeys((table.query_shift, 0))
+                num_lines = len(table.cos) // len(starts)
+                scales = [
+                    tuple(
+                        writer.constant(table_half[start : start + num_lines, :half])
+                        for table_half in (table.cos, table.sin)
+                    )
+                    for start in starts
+                ]
+                layer_tables.append((scales[0], scales[-1]))  # of queries and keys
+            self._tables = [layer_tables[0], layer_tables[-1]]
 
     def embed(self) -> Any:
         """Input embeddings, [B, T, D]."""
@@ -188,8 +194,10 @@ class LayersWriter:
             )
         is_sliding = model.is_sliding(index)
         if self._tables and index not in model.arithmetic.layers_without_positions:
-            tables = self._tables[is_sliding]
-            q, k = (writer.rotate(x, tables, self.positions, model.rotary_size) for x in (q, k))
+            q, k = (
+                writer.rotate(x, tables, self.positions, model.rotary_size)
+                for x, tables in zip((q, k), self._tables[is_sliding], strict=True)
+            )
         past, shape = [], ("B", counts[1], writer.sizes.positions, size)
         for kind, values_of_step in (("key", k), ("value", v)):
             cache = writer.add_input(f"past_{kind}_{index}", writer.dtype, *shape)

@@ -35,7 +35,7 @@ TARGETS = {
     "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
     "gemma2": "gemma2_mqa", "gemma3": None, "granite": None, "qwen3": None, "seed_oss": None,
     "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
-    "qwen3_moe": None, "qwen3_5": None, "qwen3_5_moe": None, "qwen3_next": None,
+    "qwen3_moe": None, "ministral3": None, "qwen3_5": None, "qwen3_5_moe": None, "qwen3_next": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [
@@ -47,7 +47,8 @@ KEYS = [
     "linear_conv_kernel_dim", "full_attention_interval",
 ]  # fmt: skip
 ROPE_KEYS = ["type", "rope_type", "factor", "short_factor", "long_factor", "rope_theta",
-             "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]  # fmt: skip
+             "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+             "llama_4_scaling_beta"]  # fmt: skip
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.integers(-4, 300)
     | st.sampled_from([10**9, 10**12, 2**31, 2**63 - 1, 2**63, 10**299, -(10**18)])

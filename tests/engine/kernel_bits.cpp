@@ -286,7 +286,7 @@ struct Checks {
         find<void(E *, E *, const E *, const E *, const E *, const E *, const int64_t *,
                   const int64_t *, const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                  float, float, float, float)>(name("specdec_attend"));
+                  float, float, float, float, int64_t)>(name("specdec_attend"));
     const auto set_threads = find<void(int64_t)>("specdec_set_num_threads");
     const Numbers norm = make<T>(H, -1);
     const E *normed = limit > 0.0f ? norm.data() : nullptr;
@@ -296,7 +296,7 @@ struct Checks {
       Numbers out(n * N * H);
       attend(tokens.data(), to.data(), normed, normed, nullptr, nullptr, &row, positions.data(),
              positions.data(), &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window,
-             0.125f, limit, 1e-5f, 0.0f);
+             0.125f, limit, 1e-5f, 0.0f, 0);
       return out;
     };
     std::vector<uint8_t> mask(81);
@@ -417,7 +417,7 @@ struct Checks {
       }
       const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
                                is_gated, 0, bits > 0};
-      // Of a layer its pointers, its rotary table, its window, and no experts.
+      // Of a layer its pointers, its rotary table, its window, no shift and no experts.
       std::vector<const void *> records;
       for (int layer = 0; layer < 2; ++layer) {
         const bool is_other = layer == 1 && is_normed;
@@ -426,7 +426,7 @@ struct Checks {
         for (const void *field : {static_cast<const void *>(is_other ? sine.data() : cosine.data()),
                                   static_cast<const void *>(is_other ? cosine.data() : sine.data()),
                                   reinterpret_cast<const void *>(own_window),
-                                  static_cast<const void *>(nullptr)})
+                                  static_cast<const void *>(nullptr), static_cast<const void *>(nullptr)})
           records.push_back(field);
       }
       const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};

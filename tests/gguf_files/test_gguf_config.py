@@ -63,6 +63,16 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         "sliding_window": None}),
     ("llama", {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 2.5}, (), {
         "rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    ("mistral3", {}, (), {"model_type": "mistral", "sliding_window": None}),
+    ("mistral3", {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0,
+                  "rope_scaling_orig_ctx_len": 160, "attn_temperature_scale": 0.1,
+                  "rope_scaling_yarn_log_mul": 1.0}, (), {
+        "model_type": "ministral3",
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 160}}),
+    ("mistral3", {"attn_temperature_scale": 0.25}, (), {
+        "rope_scaling": {"rope_type": "default", "llama_4_scaling_beta": 0.25,
+                         "original_max_position_embeddings": 640}}),
     ("qwen2", {}, (), {"model_type": "qwen2"}),
     ("qwen2", {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0,
                "rope_scaling_orig_ctx_len": 160, "rope_scaling_yarn_beta_fast": 30.0,

@@ -49,6 +49,12 @@ _LLAMA3 = {
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
+_SCALED = {
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3,
+    "max_position_embeddings": POSITIONS, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
 
 def _longrope(size: int) -> dict[str, Any]:
     return {
@@ -158,6 +164,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "window": {**_GQA, "head_dim": 24, "sliding_window": WINDOW},
+    },
+    "Ministral3ForCausalLM": {
+        "scaled": {**_GQA, "head_dim": 24, "rope_parameters": _SCALED},
+        "unscaled": {
+            **_GQA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": WINDOW,
+            "rope_parameters": {**_SCALED, "llama_4_scaling_beta": 0.0, "mscale_all_dim": 0.5},
+        },
     },
     "MixtralForCausalLM": {
         "plain": {**_GQA, "num_local_experts": 8},

@@ -9,12 +9,14 @@ namespace {
 // Attention of a layer. q_norm, k_norm: weights [H] of the norms of each query and each key before
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
-// where it stays; epsilon: of the norms, offset: what their weights are stored less.
+// where it stays; epsilon: of the norms, offset: what their weights are stored less; query_shift: how
+// many lines further on a query's line is than a key's.
 template <typename E>
 struct Attention {
   const E *q_norm, *k_norm, *cosine, *sine;
   int64_t rotated, window;
   float scale, cap, epsilon, offset = 0.0f;
+  int64_t query_shift = 0;
 };
 
 // Queries that use keys and values at a time, while these are cached: of a step of up to so many
@@ -150,12 +152,13 @@ class Attend {
     const int64_t b = bt / step.T, slot = step.past[b] + step.C - step.T + bt % step.T;
     const int64_t line = step.lines[bt] * attention.rotated, H = heads.H;
     const E *cosine = attention.cosine + line, *sine = attention.sine + line;
+    const int64_t shift = attention.query_shift * attention.rotated;
     E *token = qkv + bt * stride;
     for (int64_t n = 0; n < heads.N + heads.K && attention.q_norm != nullptr; ++n)
       rms_norm_row(token + n * H, n < heads.N ? attention.q_norm : attention.k_norm, token + n * H, H,
                    attention.epsilon, attention.offset);
     for (int64_t n = 0; n < heads.N && attention.rotated > 0; ++n)
-      rotate_to(token + n * H, token + n * H, cosine, sine, attention.rotated, H);
+      rotate_to(token + n * H, token + n * H, cosine + shift, sine + shift, attention.rotated, H);
     for (int64_t k = 0; k < heads.K; ++k) {
       const int64_t offset = (step.rows[b] * heads.K + k) * head_size + slot * H;
       rotate_to(token + (heads.N + k) * H, key_cache + offset, cosine, sine, attention.rotated, H);

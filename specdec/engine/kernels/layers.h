@@ -134,7 +134,7 @@ void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *output_mask, int
 
 // The weights of a decoder's layer. up: gate and up stacked where it is gated; q_norm, k_norm: norms of
 // queries and of keys; dense_norm, down_norm: norms of the outputs of dense and of down; cosine, sine:
-// null for a layer without positions; window: as of Attention; experts: instead of up and down. Absent
+// null for a layer without positions; window, query_shift: as of Attention; experts: instead of up and down. Absent
 // ones are null, and a layer without post norm has attention and MLP read the same input. Matrices are
 // packed, of type W; all else is of type E.
 template <typename W, typename E>
@@ -149,7 +149,7 @@ struct LayerRecord {
   const W *down;
   const E *down_bias, *q_norm, *k_norm, *dense_norm, *dense_norm_bias, *down_norm, *down_norm_bias;
   const E *cosine, *sine;
-  int64_t window;
+  int64_t window, query_shift;
   const ExpertsRecord *experts;
 };
 
@@ -191,7 +191,7 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
     const E *down_norm[] = {w.down_norm, w.down_norm_bias};
     const Attention<E> attention = {
         w.q_norm, w.k_norm,      w.cosine,    w.sine, w.cosine ? s.rotated : 0,
-        w.window, scalars.scale, scalars.cap, epsilon};
+        w.window, scalars.scale, scalars.cap, epsilon, 0.0f, w.query_shift};
     const bool has_input = layer == 0 && first != nullptr;
     const bool is_cut = output_mask != nullptr && is_last;
     multiply(has_input ? first : out, M, has_input ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,
