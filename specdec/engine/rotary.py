@@ -197,13 +197,17 @@ class RotaryTable:
                     all_values[table, chunk] = half.unsqueeze(1)
         self.cos, self.sin = cos.view(-1, model.rotary_size), sin.view(-1, model.rotary_size)
         self.query_shift = 0
-        scales = compute_query_scales(model, num_positions).to(device)
-        if bool((scales != 1).any()):
-            self.query_shift = len(self.cos)
-            self.cos, self.sin = (
-                torch.cat((half, (half.float() * scales[:, None]).to(dtype)))
-                for half in (self.cos, self.sin)
-            )
+        self._add_queries(compute_query_scales(model, num_positions).to(device))
+
+    def _add_queries(self, scales: Tensor) -> None:
+        """Add lines for queries, which are those of keys times these, unless all of them are 1."""
+        if not bool((scales != 1).any()):
+            return
+        self.query_shift = len(self.cos)
+        self.cos, self.sin = (
+            torch.cat((half, (half.float() * scales[:, None]).to(half.dtype)))
+            for half in (self.cos, self.sin)
+        )
 
     def repeat(self, num_lines: int) -> None:
         """Let every table that another's lines are of, `num_lines` in all, be this one."""
