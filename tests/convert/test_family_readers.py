@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from specdec.convert import wrappers
 from specdec.convert.families import gemma, gpt2, llama, opt, phi, qwen, qwen_hybrid
 from specdec.convert.families.base import Family, Layout
 from specdec.convert.families.torch_only import SEED_OSS, SMOLLM3, STABLELM
@@ -621,3 +622,58 @@ def test_wrappers_are_those_of_transformers() -> None:
     assert strip("language_model.model.norm.weight") == "model.norm.weight"
     assert strip("language_model.lm_head.weight") == "lm_head.weight"
     assert strip("model.norm.weight") == "model.norm.weight"
+
+
+WRAPPER = {
+    "architectures": ["LlavaForConditionalGeneration"], "dtype": "float16",
+    "tie_word_embeddings": True, "quantization_config": {"bits": 4},
+    "text_config": {"model_type": "mistral", "hidden_size": 8, "dtype": "bfloat16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_text_model_is_taken_out(has_head: bool, tmp_path: Path) -> None:
+    """Its own values come before the wrapper's and its class's; vision is left out.
+
+    Without a head of its own it is tied where the wrapper is.
+    """
+    names = ["model.language_model.norm.weight", "vision_tower.a", "model.visual.b", "visual.c",
+             "multi_modal_projector.d"] + ["lm_head.weight"] * has_head  # fmt: skip
+    folder = write_folder(tmp_path / "m", WRAPPER, {name: draw(2) for name in names})
+    wrappers.unwrap(folder)
+    assert folder.tensors.keys() == {"model.norm.weight", *["lm_head.weight"] * has_head}
+    assert folder.config["hidden_size"] == 8
+    assert folder.config["intermediate_size"] == 14336, "of transformers' Mistral"
+    assert folder.config["dtype"] == "bfloat16"
+    assert folder.config["quantization_config"] == {"bits": 4}
+    assert ("tie_word_embeddings" in folder.config) is not has_head
+    assert "architectures" not in folder.config
+
+
+@pytest.mark.parametrize("architecture", ["PaliGemmaForConditionalGeneration", "LlamaForCausalLM"])
+def test_other_models_are_left_as_they_are(architecture: str, tmp_path: Path) -> None:
+    config = WRAPPER | {"architectures": [architecture]}
+    folder = write_folder(tmp_path / "m", config, {"language_model.model.norm.weight": draw(2)})
+    wrappers.unwrap(folder)
+    assert folder.config == config
+    assert folder.tensors.keys() == {"language_model.model.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_warned"),
+    [
+        ({"model_type": "gemma2"}, True), ({"model_type": "gemma3_text"}, False),
+        ({"model_type": "gemma2", "final_logit_softcapping": None}, False),
+        ({"final_logit_softcapping": 20.0}, True), ({"logits_scaling": 1.0}, False),
+        ({"logits_scaling": 8.0}, True),
+    ],
+)  # fmt: skip
+def test_logits_that_a_wrapper_leaves_alone(
+    text: dict[str, Any], is_warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 caps its logits by 30 where its configuration does not say so."""
+    warnings: list[str] = []
+    monkeypatch.setattr(wrappers.logger, "warning", lambda text, *_: warnings.append(text))
+    folder = write_folder(tmp_path / "m", WRAPPER | {"text_config": text}, {"a": draw(2)})
+    wrappers.unwrap(folder)
+    assert bool(warnings) is is_warned
