@@ -640,7 +640,7 @@ def test_a_text_model_is_taken_out(has_head: bool, tmp_path: Path) -> None:
     names = ["model.language_model.norm.weight", "vision_tower.a", "model.visual.b", "visual.c",
              "multi_modal_projector.d"] + ["lm_head.weight"] * has_head  # fmt: skip
     folder = write_folder(tmp_path / "m", WRAPPER, {name: draw(2) for name in names})
-    wrappers.unwrap(folder)
+    folder = wrappers.unwrap(folder)
     assert folder.tensors.keys() == {"model.norm.weight", *["lm_head.weight"] * has_head}
     assert folder.config["hidden_size"] == 8
     assert folder.config["intermediate_size"] == 14336, "of transformers' Mistral"
@@ -654,7 +654,7 @@ def test_a_text_model_is_taken_out(has_head: bool, tmp_path: Path) -> None:
 def test_other_models_are_left_as_they_are(architecture: str, tmp_path: Path) -> None:
     config = WRAPPER | {"architectures": [architecture]}
     folder = write_folder(tmp_path / "m", config, {"language_model.model.norm.weight": draw(2)})
-    wrappers.unwrap(folder)
+    folder = wrappers.unwrap(folder)
     assert folder.config == config
     assert folder.tensors.keys() == {"language_model.model.norm.weight"}
 
@@ -675,5 +675,5 @@ def test_logits_that_a_wrapper_leaves_alone(
     warnings: list[str] = []
     monkeypatch.setattr(wrappers.logger, "warning", lambda text, *_: warnings.append(text))
     folder = write_folder(tmp_path / "m", WRAPPER | {"text_config": text}, {"a": draw(2)})
-    wrappers.unwrap(folder)
+    folder = wrappers.unwrap(folder)
     assert bool(warnings) is is_warned

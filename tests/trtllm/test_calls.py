@@ -292,7 +292,7 @@ def test_drafts_that_adapt_are_for_torch(changes: dict[str, Any], flag: str) -> 
 
 
 def test_engines_are_opened_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-LLM's is its own core and loads when it is told; torch's has loaded."""
+    """TensorRT-LLM's is its own core and loads when it is told."""
     made: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(load=lambda: made.append(("loaded",)))
 
@@ -305,7 +305,7 @@ def test_engines_are_opened_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = tensorrt_llm.open_engine(settings, None, "words")
     assert isinstance(opened, OpenedEngine)
     assert opened.runner is opened.core is fake
-    opened.load()
+    opened.load([])
     assert made == [(settings, None, "words"), ("loaded",)]
 
 
@@ -314,11 +314,12 @@ def test_torch_s_engine_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     warnings: list[str] = []
     monkeypatch.setattr(embedded.logger, "warning", lambda text: warnings.append(text))
-    engine = SimpleNamespace(core="core")
+    begun: list[Any] = []
+    engine = SimpleNamespace(core=SimpleNamespace(begin_drafts=begun.append))
     calls: list[tuple[Any, ...]] = []
 
-    def open_here(*arguments: Any) -> Any:
-        calls.append(arguments)
+    def open_here(*arguments: Any, measures_late: bool) -> Any:
+        calls.append((*arguments, measures_late))
         return engine
 
     monkeypatch.setattr(specdec, "Engine", SimpleNamespace(open=open_here))
@@ -326,6 +327,9 @@ def test_torch_s_engine_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     for fraction in (None, 0.5):
         settings = make_settings(kv_cache_free_gpu_memory_fraction=fraction)
         opened = embedded.open_engine(settings, None, "words")
-        assert (opened.runner, opened.core) == (engine, "core")
-        assert calls[-1] == (settings, "words")
+        assert opened.runner is engine
+        assert opened.core is engine.core
+        opened.load([make_request()])
+        assert begun.pop() == [make_request()], "what drafting costs is measured for these"
+        assert calls[-1] == (settings, "words", True)
         assert len(warnings) == (fraction is not None)
