@@ -14,6 +14,7 @@ from .protocol import BadRequest, refuse
 from .schema import FULL_TEXT, ConversationBody, Message, is_text
 
 MAX_FIELDS = 64  # fields and variables that are probed: the template is rendered once for each
+MEDIA = ("image", "video", "audio", "file")  # in the types of a content's other parts
 TEXT_KEYS = ("type", "text")  # of a message's content that is given as a list of texts
 
 
@@ -62,6 +63,9 @@ def _check_texts(content: list[Any], path: str) -> list[str]:
         raise _refuse_content(content, path)
     for block in content:
         if block.get("type") != "text" or not is_text(block.get("text")):
+            kind = str(block.get("type"))
+            if any(name in kind for name in MEDIA):
+                raise refuse(path, f"has a part of type {shorten(kind)}: this server reads texts")
             only = 'of parts only {"type": "text", "text": "..."} is supported'
             raise refuse(path, f"is {shorten(content)}: {only}")
     return [

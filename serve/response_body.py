@@ -219,6 +219,7 @@ def _read_text(content: Any, path: str) -> str:
         block_type = block.get("type") if isinstance(block, dict) else None
         text = block.get("refusal" if block_type == "refusal" else "text") if block_type else None
         if block_type not in TEXT_TYPES or not isinstance(text, str):
-            raise refuse(path, f"has {shorten(block)}: only texts are supported")
+            what = shorten(block) if block_type is None else f"a part of type {shorten(block_type)}"
+            raise refuse(path, f"has {what}: only texts are supported")
         texts.append(text)
     return "".join(texts)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import PromptError, SpecDecError, join_names, shorten, summarize
+from specdec.files.reading import read_json
 from specdec.options import is_whole
 from specdec.system.logs import get_logger
 from specdec.text.chat import join_parts
@@ -35,6 +36,8 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
     "raw": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
+# Keys of a config.json for the tokens in whose places images and videos are put.
+IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
 # What apply_chat_template takes besides the template's own variables.
 RESERVED = frozenset((
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -127,9 +130,32 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Return a prompt as text, empty without a tokenizer, and as token ids."""
     text, ids = _encode(prompt, settings, tokenizer)
+    if prompt.token_ids is None:
+        refuse_images(text, ids, tokenizer)
     if (max_tokens := prompt.truncate_prompt_tokens) is None or len(ids) <= max_tokens:
         return text, ids
     return "" if tokenizer is None else str(tokenizer.decode(ids[-max_tokens:])), ids[-max_tokens:]
+
+
+@functools.lru_cache(maxsize=4)
+def find_image_tokens(tokenizer: Any) -> dict[int, str]:
+    """Find the tokens that stand for images and videos, by the config.json beside a tokenizer."""
+    folder = getattr(tokenizer, "name_or_path", None)
+    path = Path(str(folder)) / "config.json"
+    config = read_json(path) if folder and path.is_file() else {}
+    ids = [config[key] for key in IMAGE_KEYS if type(config.get(key)) is int]
+    return {number: str(tokenizer.convert_ids_to_tokens(number)) for number in ids}
+
+
+def refuse_images(text: str, ids: Sequence[int], tokenizer: Any) -> None:
+    """Raise PromptError for a prompt that has the token of an image or a video."""
+    names = [name for number, name in find_image_tokens(tokenizer).items() if number in ids]
+    if names:
+        raise PromptError(
+            f"the prompt {shorten(text)} has {join_names(names)}, which stands for an image or a"
+            " video: this model's text part is run, without its vision tower",
+            "leave it out: prompts are texts",
+        )
 
 
 def _encode(prompt: Prompt, settings: DecodeSettings, tokenizer: Any) -> tuple[str, list[int]]:

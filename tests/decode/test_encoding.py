@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,27 @@ def make_added() -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": [END, BEGIN]})
     tokenizer.add_tokens(["</think>"])
     return tokenizer
+
+
+def test_an_image_in_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
+    """By the text model's own config.json; the name in a message is text, as any other is."""
+    tokenizer = make_bytes(tmp_path)
+    text = f"What is {BEGIN}?"
+    assert (
+        tokenizer.convert_tokens_to_ids(BEGIN)
+        in encode_prompt(Prompt(text=text), SETTINGS, tokenizer)[1]
+    )
+    folder = Path(tokenizer.name_or_path)
+    number = tokenizer.convert_tokens_to_ids(BEGIN)
+    (folder / "config.json").write_text(json.dumps({"image_token_id": number}))
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [BEGIN, END]})
+    with pytest.raises(PromptError, match=r"has <\|im_start\|>, which stands for an image"):
+        encode_prompt(Prompt(text=text), SETTINGS, tokenizer)
+    assert encode_prompt(Prompt(text="What?"), SETTINGS, tokenizer)[0] == "What?"
+    tokenizer.chat_template = TEMPLATES["raw"]
+    messages = [{"role": "user", "content": text}]
+    assert encode_prompt(Prompt(messages=messages), SETTINGS, tokenizer)[0] == text
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces", "added"])
