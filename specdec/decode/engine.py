@@ -159,12 +159,13 @@ class TorchEngine:
             self._make_later = make
 
     def begin_drafts(self, requests: Sequence[Request]) -> bool:
-        """Measure what drafts cost, if that was put off and these texts may be long.
+        """Measure what drafts cost, if that was put off, for long texts and named methods.
 
         Returns whether the engine has a new drafter.
         """
         num_tokens = sum(request.max_output_len for request in requests if request.drafts)
-        if self._make_later is None or num_tokens <= SHORT_TEXT:
+        is_asked = any(request.draft_method is not None for request in requests)
+        if self._make_later is None or (num_tokens <= SHORT_TEXT and not is_asked):
             return False
         make, self._make_later = self._make_later, None
         logger.info("what drafts cost here is measured, once for this engine and this machine")
@@ -213,7 +214,8 @@ class TorchEngine:
 
     def _check_drafting(self, request: Request, problems: Problems) -> None:
         """Note where a request asks for drafts that this engine does not make."""
-        names = self.method.split(",") if self.drafter.max_draft_tokens else []
+        is_drafting = self.drafter.max_draft_tokens or self._make_later is not None
+        names = self.method.split(",") if is_drafting else []
         if request.draft_method is not None and request.draft_method not in names:
             problems.add(
                 f"{request.name} asks for drafts by {shorten(request.draft_method)}, and this"

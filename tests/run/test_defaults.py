@@ -173,6 +173,10 @@ def test_short_texts_wait_for_no_measuring(parent: Path, monkeypatch: pytest.Mon
     with Engine.load(parent / "plain", device="cpu") as engine:
         engine.generate([prompt] * 3, max_output_len=SHORT_TEXT // 2, end_ids=())
         assert costs.num_measured == 2, "together they are long"
+    with Engine.load(parent / "plain", device="cpu") as engine:
+        drafted = Prompt(token_ids=COUNTED, speculation={"method": "suffix"})
+        (named,) = engine.generate([drafted], max_output_len=20, end_ids=())
+        assert (costs.num_measured, named.stats.num_drafted_steps > 0) == (3, True)
 
 
 def test_all_others_measure_as_they_load(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
