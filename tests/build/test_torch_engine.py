@@ -435,3 +435,7 @@ def test_a_head_is_shared_where_it_is_the_embedding_bit_for_bit(tmp_path: Path) 
         arrays["lm_head.weight"] = arrays["transformer.vocab_embedding.weight"]
         sources = write_checkpoint(tmp_path / f"ranks{is_split}", two, arrays)
         assert torch_tensors.share_head(two, sources).model.share_embedding_table is is_split
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].copy()
+    arrays["lm_head.weight"][-1, -1] += 1  # the second rank's
+    sources = write_checkpoint(tmp_path / "one", two, arrays)
+    assert torch_tensors.share_head(two, sources) is two

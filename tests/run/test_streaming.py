@@ -82,7 +82,8 @@ def test_a_line_of_json_for_each_step() -> None:
     growing = Growing("a", "b")
     printer = JsonPrinter(lines.append)
     printer.show(growing.add(1, "xS"))
-    printer.show(growing.add(0, "y"))
+    for text in ("y", "zw", "q"):
+        printer.show(growing.add(0, text))
     growing.active[1].origins.pop()  # of a runtime that does not tell
     printer.show(growing.add(1, "", is_last=True))
     printer.show(growing.add(1, "", is_last=True))
@@ -94,9 +95,9 @@ def test_a_line_of_json_for_each_step() -> None:
         "finish_reason": None,
     }  # fmt: skip
     assert [(e["index"], e["text"], e["token_ids"]) for e in events[1:]] == [
-        (0, "y", [121]), (1, "S", []),
+        (0, "y", [121]), (0, "zw", [122, 119]), (0, "q", [113]), (1, "S", []),
     ]  # fmt: skip
-    assert events[2]["finish_reason"] == "length"
+    assert events[-1]["finish_reason"] == "length"
 
 
 def test_an_engine_that_runs_in_this_process(
@@ -105,10 +106,10 @@ def test_an_engine_that_runs_in_this_process(
     import specdec
 
     opened: list[Any] = []
-    engine = SimpleNamespace(core=object())
+    engine = SimpleNamespace(core=SimpleNamespace(begin_drafts=lambda: None))
 
-    def load(*given: Any) -> Any:
-        opened.append(given)
+    def load(*arguments: Any, **options: Any) -> Any:
+        opened.append((*arguments, options))
         return engine
 
     monkeypatch.setattr(specdec, "Engine", SimpleNamespace(open=load))
@@ -117,6 +118,7 @@ def test_an_engine_that_runs_in_this_process(
         result = embedded.open_engine(settings, None, LETTERS)
     assert isinstance(result, OpenedEngine)
     assert (result.runner, result.core) == (engine, engine.core)
-    assert opened == [(settings, LETTERS)]
+    assert result.load is engine.core.begin_drafts
+    assert opened == [(settings, LETTERS, {"measures_late": True})]
     assert "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine" in caplog.text
     assert embedded.follow_ranks(settings) is False
