@@ -25,7 +25,7 @@ from tests.export.sentencepiece import list_hostile, make_sentencepiece
 from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
 from tests.oracles.models import PYCODE, train_hybrid
-from tests.oracles.ours import Counters, chain, count, decode, make_engine
+from tests.oracles.ours import FIXED, Counters, chain, count, decode, make_engine
 
 LENGTH = 3
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 8)
@@ -119,7 +119,7 @@ def test_drafters(
     kind = "draft-eagle3" if way == "eagle3" else "draft-simple"
     texts, counters = run_server(*draft_with(kind, exported))
     assert texts == plain
-    compare(decode(engine, prompts, MAX_TOKENS, **options), plain, counters)
+    compare(decode(engine, prompts, MAX_TOKENS, **FIXED, **options), plain, counters)
 
 
 def compare(ours: list[Any], plain: list[list[int]], counters: dict[str, Any]) -> None:
@@ -229,8 +229,8 @@ def test_an_exported_head(
     found, counters = run_server(*draft_with("draft-mtp", exported), model=folder)
     assert found == plain
     engine = make_engine(tmp_path / "ours", model, own, [])
-    options = {"mtp_num_draft_tokens": str(LENGTH), "draft_budget": "fixed"}
-    compare(decode(engine, prompts, MAX_TOKENS, **options), plain, counters)
+    options = {"mtp_num_draft_tokens": str(LENGTH)}
+    compare(decode(engine, prompts, MAX_TOKENS, **FIXED, **options), plain, counters)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35_moe"])

@@ -15,12 +15,12 @@ from tests.engines import call
 from tests.families import make_family_model
 from tests.oracles.conftest import MAX_TOKENS
 from tests.oracles.models import PYCODE, pad_heads
-from tests.oracles.ours import Counters, chain, count, decode, look_up, make_engine
+from tests.oracles.ours import FIXED, Counters, chain, count, decode, look_up, make_engine
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 8)
 # Way -> the drafter's folder and option, vLLM's method, --to, draft tokens a step.
 WAYS: dict[str, tuple[str, str, str, str, int]] = {
-    "medusa": ("medusa", "--medusa-model-dir", "medusa", "vllm", 4),
+    "medusa": ("medusa", "--medusa-model-dir", "medusa", "vllm", 3),
     "eagle1": ("eagle1", "--eagle-model-dir", "eagle", "vllm", 3),
     "eagle3": ("eagle3", "--eagle-model-dir", "eagle3", "vllm", 3),
     "eagle3-speculators": ("eagle3", "--eagle-model-dir", "eagle3", "speculators", 3),
@@ -99,7 +99,7 @@ def test_drafters(way: str, run_vllm: Any, plain: Any, work: Path, prompts: Any)
     theirs = run_vllm(way, speculative, place)
     assert theirs["texts"] == plain
     engine = make_engine(work / f"ours-{way}", PYCODE / "target", own, [])
-    ours = decode(engine, prompts, MAX_TOKENS, **choices)
+    ours = decode(engine, prompts, MAX_TOKENS, **FIXED, **choices)
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     assert count(ours, MAX_TOKENS, length) == read_counters(theirs["counters"])
 
@@ -122,7 +122,7 @@ def test_a_mixture_as_eagle3s_target(run_vllm: Any, work: Path, prompts: Any) ->
     theirs = run_vllm("mixture-eagle3", speculative, model=model)
     assert theirs["texts"] == plain
     engine = make_engine(work / "ours-mixture", model, own, [])
-    ours = decode(engine, prompts, MAX_TOKENS, eagle_choices=chain(3))
+    ours = decode(engine, prompts, MAX_TOKENS, **FIXED, eagle_choices=chain(3))
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     assert count(ours, MAX_TOKENS, 3) == read_counters(theirs["counters"])
 
@@ -138,7 +138,7 @@ def test_draft_model(
     )
     assert theirs["texts"] == plain
     engine = make_engine(work / "ours-target", PYCODE / "target", [], EXTERNAL)
-    ours = decode(engine, prompts, MAX_TOKENS, draft=draft_engine, draft_len="3")
+    ours = decode(engine, prompts, MAX_TOKENS, **FIXED, draft=draft_engine, draft_len="3")
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     assert count(ours, MAX_TOKENS, 3) == read_counters(theirs["counters"])
 
@@ -153,7 +153,12 @@ def test_prompt_lookup(run_vllm: Any, plain: Any, work: Path, prompts: Any) -> N
     assert theirs["texts"] == plain
     engine = make_engine(work / "ours-lookup", PYCODE / "target", [], EXTERNAL)
     ours = decode(
-        engine, prompts, MAX_TOKENS, prompt_lookup_num_tokens=4, max_matching_ngram_size=3
+        engine,
+        prompts,
+        MAX_TOKENS,
+        **FIXED,
+        prompt_lookup_num_tokens=4,
+        max_matching_ngram_size=3,
     )
     assert [output.token_ids[:MAX_TOKENS] for output in ours] == plain
     longer = [output.token_ids for output in ours]
