@@ -30,7 +30,7 @@ class OutputHead:
     scale: float = 1.0
     cap: float | None = None
 
-    def take(self, tokens: Tensor) -> OutputHead:
+    def keep_tokens(self, tokens: Tensor) -> OutputHead:
         """Return the output layer of these tokens alone."""
         bias = None if self.bias is None else self.bias[tokens]
         return dataclasses.replace(self, weight=self.weight[tokens], bias=bias)

@@ -39,7 +39,7 @@ class Teacher:
 
     @functools.cached_property
     def draft_head(self) -> OutputHead:
-        return self.head if self.draft_tokens is None else self.head.take(self.draft_tokens)
+        return self.head if self.draft_tokens is None else self.head.keep_tokens(self.draft_tokens)
 
     def compute_logits(self, chunk: slice) -> Tensor:
         """Compute the target's logits [C, V] at a chunk of the labels, in float32."""

@@ -11,7 +11,7 @@ from specdec.options import like, option_group, setting
 DATA = option_group("Data")
 SERVER_TARGET = option_group("A server of the target")
 ENGINE = option_group("Or its engine")
-SHARDS = option_group("Several hosts")
+SHARDS = option_group("Several hosts", rare=True)
 ANSWERS = option_group("Answers")
 FAILURES = option_group("Failures")
 SERVER_FAILURES = option_group("Failures", rare=True)
