@@ -1,1 +1,1 @@
-"""HTTP server of an engine, with OpenAI's API."""
+"""HTTP server of an engine, with the APIs of OpenAI, Anthropic and Ollama."""
