@@ -577,3 +577,35 @@ def test_a_merge_of_random_bytes_is_never_a_fault(tmp_path: Path) -> None:
             TokenizerMaker(tmp_path, named).make()
         except SpecDecError:
             continue
+
+
+def test_ministral_3_is_read_as_llama_cpp_names_it(tmp_path: Path) -> None:
+    """Its scale of queries and its YaRN are keys of the file, beyond the original length too."""
+    source = make_family_model(tmp_path, "ministral3", **SMALL)
+    config, tensors = read_json(source / "config.json"), load_file(source / "model.safetensors")
+    rotary, head = config["rope_parameters"], config["head_dim"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mistral3")
+    for name, value in {
+        "context_length": config["max_position_embeddings"], "embedding_length": 32,
+        "block_count": 2, "feed_forward_length": 24, "head_count": 4, "head_count_kv": 2,
+        "key_length": head, "value_length": head, "rope_dimension_count": head,
+        "rope_freq_base": rotary["rope_theta"], "layer_norm_rms_eps": config["rms_norm_eps"],
+        "rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": rotary["factor"],
+        "rope_scaling_orig_ctx_len": rotary["original_max_position_embeddings"],
+        "rope_scaling_yarn_log_mul": rotary["mscale_all_dim"],
+        "attn_temperature_scale": rotary["llama_4_scaling_beta"],
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MISTRAL3, 2)
+    for name, tensor in tensors.items():
+        values = tensor.numpy()
+        if ".q_proj" in name or ".k_proj" in name:
+            order = order_turned(len(values), len(values) // head)
+            values = values[np.argsort(order)]
+        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(values))
+    finish(writer)
+    ids = torch.arange(3, 43)[None]
+    found, expected = (
+        load_model(each, dtype=torch.float32)(ids).logits for each in (tmp_path / "m.gguf", source)
+    )
+    torch.testing.assert_close(found, expected)
