@@ -434,7 +434,7 @@ def test_a_drafters_steps_by_hand() -> None:
     The state is the sum of the tokens' embeddings: the head names the token behind the last.
     """
     drafter = ReDrafter.__new__(ReDrafter)
-    drafter.length = 3
+    drafter.length = 4
     drafter.config = {"rnn": False, "num_draft_layers": 0}
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-2.0, -1.0]])
     drafter.embedding = torch.nn.Embedding(3, 2, _weight=table)
@@ -444,20 +444,21 @@ def test_a_drafters_steps_by_hand() -> None:
     ), "lm_head.0.bias": torch.tensor([0.0, 0.0, -1.5])}  # fmt: skip
     hidden = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     # From token 0, state (1, 0): (-5.5, 1, -0.5) is 1; (1, 1): (-4.5, 1, 1.5) is 2;
-    # (-1, 0): (-4.5, -1, -2.5) is 1. With h = -1 the first: (4.5, 1, -0.5) is 0, and again.
-    assert drafter.draft(hidden, torch.tensor([0, 0])).tolist() == [[1, 2, 1], [0, 0, 0]]
+    # (-1, 0): (-4.5, -1, -2.5) is 1; (-1, 1): (-3.5, -1, -0.5) is 2. With h = -1 the first,
+    # (4.5, 1, -0.5), is 0, and again until the sum is (4, 0): (3, 4, 2.5) is 1.
+    assert drafter.draft(hidden, torch.tensor([0, 0])).tolist() == [[1, 2, 1, 2], [0, 0, 0, 1]]
     drafter.weights["input_proj.weight"] = torch.eye(4)
     drafter.weights["lm_head.0.linear.weight"] = torch.zeros(4, 4)
     drafter.weights["lm_head.1.weight"] = drafter.weights.pop("lm_head.0.weight")
     drafter.weights["lm_head.1.bias"] = drafter.weights.pop("lm_head.0.bias")
     drafter.config["num_draft_layers"] = 1
-    assert drafter.draft(hidden, torch.tensor([0, 0])).tolist() == [[1, 2, 1], [0, 0, 0]]
+    assert drafter.draft(hidden, torch.tensor([0, 0])).tolist() == [[1, 2, 1, 2], [0, 0, 0, 1]]
     drafter.weights["rnn_w.weight"] = torch.eye(2)
     drafter.weights["rnn_u.weight"] = torch.zeros(2, 2)
     drafter.config["rnn"] = True
     # SiLU of the newest token's embedding alone: 0.73 where that is 1, -0.24 of -2, -0.27 of -1.
     # (0.73, 0) is 1, (0, 0.73) is 1 for h = 1: 0.0 beside -5 + 0.73 and -0.04.
-    assert drafter.draft(hidden[:1], torch.tensor([0])).tolist() == [[1, 1, 1]]
+    assert drafter.draft(hidden[:1], torch.tensor([0])).tolist() == [[1, 1, 1, 1]]
 
 
 def test_drafts_belong_to_the_requests_that_have_new_tokens() -> None:
