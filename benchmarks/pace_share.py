@@ -42,7 +42,8 @@ WAYS = ("auto", "fixed", "plain")
 LENGTH = batches.NUM_DRAFTED
 PAIR: dict[str, Any] = {"draft_engine_dir": "draft", "draft_len": str(LENGTH)}
 SUFFIX: dict[str, Any] = {"suffix_max_tokens": LENGTH}
-# Of each method, the engine's folder and the options that specdec-run has for it.
+# Of each method, the engine's folder and the options that specdec-run has for it. A chain of one
+# is the engine's drafter alone, without the suffixes of the default.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "suffix": ("draft-target", SUFFIX),
     "prompt lookup": ("draft-target", {"prompt_lookup_num_tokens": LENGTH}),
@@ -50,11 +51,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "suffix, else draft model": (
         "draft-target", {"draft_chain": "suffix,draft_target", **SUFFIX, **PAIR},
     ),
-    "ReDrafter": ("redrafter", {}),
-    "EAGLE-3": ("eagle3", {}),
-    "EAGLE-1": ("eagle", {}),
-    "Medusa": ("medusa", {}),
-    "DFlash": ("dflash", {}),
+    "ReDrafter": ("redrafter", {"draft_chain": "redrafter"}),
+    "EAGLE-3": ("eagle3", {"draft_chain": "eagle"}),
+    "EAGLE-1": ("eagle", {"draft_chain": "eagle"}),
+    "Medusa": ("medusa", {"draft_chain": "medusa"}),
+    "DFlash": ("dflash", {"draft_chain": "dflash"}),
+    "default of EAGLE-3": ("eagle3", {}),
+    "default of a plain engine": ("draft-target", {}),
 }  # fmt: skip
 WARM_UP_TOKENS = 8
 PROMPTS = "pace-prompts"  # folder beside the engines
@@ -81,6 +84,10 @@ def measure(args: argparse.Namespace, method: str, way: str) -> dict[str, Any]:
     """Return the tokens per second of one way, by requests at once, and a hash of its texts."""
     folder, (name, options) = find_engine_folder(args), METHODS[method]
     options = dict(options)
+    if way != "auto" and "," not in options.get("draft_chain", ","):
+        del options["draft_chain"]  # which a fixed budget means anyway
+    if way == "fixed" and name == "draft-target" and not options:
+        options = dict(SUFFIX)  # a plain engine has no drafter of its own to be fixed
     if "draft_engine_dir" in options:
         options["draft_engine_dir"] = folder / options["draft_engine_dir"]
     settings = RunSettings(

@@ -192,10 +192,11 @@ def format_table(results: Mapping[str, Any]) -> str:
     return lay_out(head, rows)
 
 
-def parse_args(words: Sequence[str]) -> argparse.Namespace:
+def make_parser(*, is_list: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the command line. is_list: only --list is to be given."""
     parser = models.make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required="--list" not in words)
-    parser.add_argument("--spec-bench", type=Path, required="--list" not in words)
+    parser.add_argument("--data", type=Path, required=not is_list)
+    parser.add_argument("--spec-bench", type=Path, required=not is_list)
     parser.add_argument("--model-dir", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each training")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
@@ -208,7 +209,12 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "training-study")
     parser.add_argument("--list", action="store_true", help="print the recipes' flags and end")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # a recipe, in a process of its own
-    args = parser.parse_args(words)
+    return parser
+
+
+def parse_args(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    args = make_parser(is_list="--list" in words).parse_args(words)
     args.words = list(words)
     args.output_dir = args.output_dir.resolve()
     return args

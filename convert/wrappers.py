@@ -113,7 +113,8 @@ def _complete(text: dict[str, Any]) -> dict[str, Any]:
             defaults.pop("rope_theta", None)
     if "num_local_experts" in text:
         defaults.pop("num_experts", None)
-    return defaults | text | FIXED.get(kind, {}) | {"model_type": KINDS.get(kind, kind)}
+    model_type = KINDS.get(kind, text.get("model_type"))
+    return defaults | text | FIXED.get(kind, {}) | {"model_type": model_type}
 
 
 def _drop_sections(rotary: Any) -> Any:

@@ -197,12 +197,14 @@ class RotaryTable:
                     all_values[table, chunk] = half.unsqueeze(1)
         self.cos, self.sin = cos.view(-1, model.rotary_size), sin.view(-1, model.rotary_size)
         self.query_shift = 0
-        self._add_queries(compute_query_scales(model, num_positions).to(device))
+        self._add_queries(model, num_positions)
 
-    def _add_queries(self, scales: Tensor) -> None:
-        """Add lines for queries, which are those of keys times these, unless all of them are 1."""
-        if not bool((scales != 1).any()):
+    def _add_queries(self, model: ModelConfig, num_positions: int) -> None:
+        """Add lines for queries, which are those of keys times their scales, if any is not 1."""
+        first_length = model.original_max_position_embeddings or num_positions
+        if not model.query_scaling_beta or num_positions <= first_length:
             return
+        scales = compute_query_scales(model, num_positions).to(self.cos.device)
         self.query_shift = len(self.cos)
         self.cos, self.sin = (
             torch.cat((half, (half.float() * scales[:, None]).to(half.dtype)))

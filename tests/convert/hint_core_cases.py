@@ -66,6 +66,9 @@ CONFIGS = [
     Case("correct head_dim or the rotated share of it: rotary embedding needs pairs", "stablelm",
          keys(partial_rotary_factor=0.39, rope_parameters="ABSENT"),
          keys(partial_rotary_factor=0.5)),
+    Case("copy the model's config.json again: queries that are scaled by their positions need that"
+         " length, and heads that are rotated whole", "checkpoint",
+         keys("checkpoint", query_scaling_beta=0.1), again),
     Case("the known ones are {}", "llama", keys(hidden_act="tanh9"), keys(hidden_act="silu")),
     Case("use a pp_size that divides it", "llama", flags(pp_size=3), flags(pp_size=2)),
     Case("up to position original_max_position_embeddings that scale is 1: for texts as short, set"

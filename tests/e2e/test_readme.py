@@ -247,13 +247,13 @@ OTHERS_FLAGS = {
 def test_pages_name_only_flags_that_exist(name: str) -> None:
     import importlib
 
-    from benchmarks import field, gpu, peers, run_all, verify_cost
+    from benchmarks import field, gpu, peers, run_all, training_study, verify_cost
     from specdec.command.stages import STAGES
     from specdec.options import get_flags
     from specdec.trtllm.facts import LABELS, load_facts
 
     known = {"--all", "--config", "--debug", "--version", "--help", *OTHERS_FLAGS}
-    for script in (field, gpu, peers, run_all, verify_cost):
+    for script in (field, gpu, peers, run_all, training_study, verify_cost):
         for action in script.make_parser()._actions:
             known |= {*action.option_strings}
     for label in LABELS:

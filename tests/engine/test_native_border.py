@@ -216,7 +216,9 @@ def test_what_is_refused(library: Path, call: Any) -> None:
 
 def test_angles_beyond_the_table(library: Path) -> None:
     kernels = NativeKernels(library, SINGLE)
-    table: Any = type("Table", (), {"cos": zeros(9, SIZE), "sin": zeros(9, SIZE)})()
+    table: Any = type(
+        "Table", (), {"cos": zeros(9, SIZE), "sin": zeros(9, SIZE), "query_shift": 0}
+    )()
     layers = make_layers(table=table)
     run_layers(kernels, layers=layers, plan=plan(kernels, line=8))
     with pytest.raises(ValueError, match="angles"):

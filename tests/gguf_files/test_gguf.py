@@ -602,7 +602,8 @@ def test_ministral_3_is_read_as_llama_cpp_names_it(tmp_path: Path) -> None:
         if ".q_proj" in name or ".k_proj" in name:
             order = order_turned(len(values), len(values) // head)
             values = values[np.argsort(order)]
-        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(values))
+        assert (gguf_name := names.get_name(name, (".weight",))) is not None
+        writer.add_tensor(gguf_name, np.ascontiguousarray(values))
     finish(writer)
     ids = torch.arange(3, 43)[None]
     found, expected = (

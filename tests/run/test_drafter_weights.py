@@ -322,7 +322,7 @@ def test_what_is_lost_without_kernels_is_said(tmp_path: Path) -> None:
     done = run_cli_here("run", "--engine-dir", engine, "--input-file", prompts, "--json")
     assert "int8: no native kernels run here: the drafter's weights are widened" in done.stderr
     stats = json.loads(done.stdout)["stats"]
-    assert (stats["method"], stats["quantization"]) == ("medusa", None)
+    assert (stats["method"], stats["quantization"]) == ("suffix,medusa", None)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_without_speculation_an_engine_for_external_drafts_writes_whole_texts(
     """Such an engine ends every request after one step: a single call would write one token."""
     requests = make_prompts(4, 9, 23, 7)
     engine = world.torch_engine("plain", world.checkpoint("plain"))
-    expected = world.run(engine, requests, max_output_len=12)
+    expected = world.run(engine, requests, max_output_len=12, no_speculation=True)
     report = world.run(target, requests, max_output_len=12, no_speculation=True)
     assert list_outputs(report) == list_outputs(expected)
     assert report["stats"]["method"] == "plain"

@@ -126,7 +126,7 @@ def test_all_servers_failing_end_the_run(run_data: RunData) -> None:
     failing = {"status": 503, "body": b""}
     with ChatServer(lambda *_: failing) as first, ChatServer(lambda *_: failing) as second:
         done = run_data([first.url, second.url], "out.jsonl", "--max-retries", 1, ends=1)
-    assert "rows in succession got no answer, the last one: HTTP 503 (after 2 tries)" in done.err
+    assert "2 servers have failed 2 times or more in succession, the last one: HTTP 503" in done.err
 
 
 def test_an_address_without_a_server(run_data: RunData) -> None:

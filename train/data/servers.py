@@ -10,6 +10,7 @@ import random
 import threading
 import time
 
+from specdec.errors import SpecDecError
 from specdec.system.logs import get_logger
 from specdec.text.chat import Conversation
 
@@ -123,13 +124,23 @@ class Servers:
             server.num_failures = 0
 
     def _note_failure(self, server: TargetServer, failure: TransientFailure, began: float) -> None:
-        """Let a server rest; requests that ended with the one before it tell nothing new."""
+        """Let a server rest; requests that ended with the one before it tell nothing new.
+
+        Raises SpecDecError where all have failed, each as often as a request is tried.
+        """
         if len(self.servers) == 1:
             return
         with self._condition:
             if began < server.rest_began:
                 return
             seconds = server.rest(failure.wait)
+            num_failures = min(s.num_failures for s in self.servers)
+            if num_failures > self.settings.max_retries:
+                raise SpecDecError(
+                    f"{len(self.servers)} servers have failed {num_failures} times or more in"
+                    f" succession, the last one: {failure.reason}",
+                    "check the servers, then run the same command with --resume",
+                )
             level = logger.debug if server.num_failures > 1 else logger.warning
             level(
                 "%s: %s; its rows go to the other servers, and it is asked again in %.0f s",
