@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace, method: str, way: str) -> dict[str, Any]:
     options = dict(options)
     if way != "auto" and "," not in options.get("draft_chain", ","):
         del options["draft_chain"]  # which a fixed budget means anyway
-    if way == "fixed" and name == "draft-target" and not options:
+    if way != "auto" and name == "draft-target" and not options:
         options = dict(SUFFIX)  # a plain engine has no drafter of its own to be fixed
     if "draft_engine_dir" in options:
         options["draft_engine_dir"] = folder / options["draft_engine_dir"]
