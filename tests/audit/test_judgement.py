@@ -203,7 +203,7 @@ def test_texts_of_different_lengths() -> None:
     assert compare(dataclasses.replace(ended, ids=[5, 6, 4, 2, 2]), reference).cause == "length"
     shorter = compare(complete("abc"), reference)
     assert (shorter.cause, shorter.position, shorter.server) == ("length", 3, "''")
-    # The same tokens and other texts: no near-tie explains that.
+    # Equal tokens and other texts: no near-tie explains that.
     same_ids = compare(complete("abcdeX", [5, 6, 4], finish_reason="length"), reference)
     assert (same_ids.cause, same_ids.unit, same_ids.position) == ("length", "character", 5)
 

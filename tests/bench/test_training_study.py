@@ -69,7 +69,7 @@ def test_recipes_are_trained_measured_and_joined(words: list[str], tmp_path: Pat
     assert "| kl | " in table
     assert "| +0.0 % |" in table
 
-    # What is finished is read, and a better recipe of a group joins the last one.
+    # Finished recipes are read, and a better recipe of a group joins the last one.
     kl = json.loads((out / "kl.json").read_text())
     for name, length in (("kl", 1.0), ("muon", 1.5)):
         (out / f"{name}.json").write_text(json.dumps(kl | {"tokens_per_step": length}))

@@ -686,7 +686,7 @@ def test_quantized_folders_that_are_not_read(method: str, tmp_path: Path) -> Non
     assert "convert the model that it was made from" in remedy
 
 
-# What trtllm-build writes, by the beginning of the fact that it is explained by.
+# Output of trtllm-build, by the beginning of the fact that it is explained by.
 FAILURES = {
     "this trtllm-build does not know a flag or value: --odd 3":
         "trtllm-build: error: unrecognized arguments: --odd 3",

@@ -1,6 +1,6 @@
 """The parts of the pace, alone, in numbers that a reader can follow: acceptance, account, merging.
 
-What they decide together is in tests/run/test_pace.py and test_pace_simulation.py.
+Their decisions together are in tests/run/test_pace.py and test_pace_simulation.py.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
 
 
 def take_values(weights: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
-    """What the layer adds for a mean [D] of what its attention reads."""
+    """Compute what the layer adds for a mean [D] of what its attention reads."""
     values = weights[f"{layer}.attention.qkv.weight"][-SIZES["head_size"] :] @ x
     return weights[f"{layer}.attention.dense.weight"] @ torch.cat((values, values))  # both heads
 

@@ -52,7 +52,7 @@ DFLASH = DFlashParams(
 def make_source(
     drafter: Any, arrays: dict[str, Any], folder: Path, model: ModelConfig = TARGET
 ) -> Source:
-    """What a checkpoint's folder would be read as, of these tensors."""
+    """Return what a checkpoint's folder would be read as, of these tensors."""
     save_file(arrays, folder / "rank0.safetensors")
     made = Source.__new__(Source)
     made.folder, made.model, made.drafter = folder, model, drafter

@@ -1,4 +1,4 @@
-"""What specdec generate plans: its settings, the engines it needs, the sources that name them."""
+"""Plans of specdec generate: its settings, the engines it needs, the sources that name them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def make_requests(max_output_len: int = 40, **sampling: Any) -> list[Request]:
     ]  # fmt: skip
 
 
-# By the engine and the options: the method. What flags say, they say for themselves.
+# By the engine and the options: the method. Flags speak for themselves.
 CASES: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("plain", {}, "suffix"),
     ("external", {}, "suffix"),

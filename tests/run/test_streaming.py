@@ -1,4 +1,4 @@
-"""What specdec-run writes while texts grow, and how it opens engines, alone."""
+"""Output of specdec-run while texts grow, and how it opens engines, alone."""
 
 from __future__ import annotations
 

@@ -11,12 +11,31 @@ import pytest
 
 from specdec.serve import requests
 from specdec.serve.server import EngineServer
-from tests.serve.servers import make_served_engine, serve_here
+from tests.serve.servers import (
+    CALLING_TEMPLATE,
+    change_template,
+    make_served_engine,
+    serve_here,
+)
 
 
 @pytest.fixture(scope="session")
 def folder(lasting_dir: Path) -> Path:
     return make_served_engine(lasting_dir / "served")
+
+
+@pytest.fixture(scope="session")
+def calling_tokenizer_dir(folder: Path, lasting_dir: Path) -> str:
+    """Folder of a tokenizer whose chat template thinks and calls tools."""
+    template = CALLING_TEMPLATE + "{# <tool_call> #}"
+    return str(change_template(folder, lasting_dir / "calling", template))
+
+
+@pytest.fixture(scope="module")
+def calling_url(folder: Path, calling_tokenizer_dir: str) -> Iterator[str]:
+    """Address of a server whose model calls tools."""
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, draft_budget="fixed") as (_, url):
+        yield url
 
 
 @pytest.fixture(scope="module")

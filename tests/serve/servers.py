@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import socket
 import threading
 import time
@@ -30,6 +31,13 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'villain' %}{{ raise_exception('no villains') }}"
     "{% endif %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
+)
+# Of a model that thinks and calls tools.
+CALLING_TEMPLATE = (
+    "{% for t in tools or [] %}T:{{ t['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ m['reasoning_content'] }}"
+    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    " {% endfor %}a:"
 )
 
 
@@ -131,3 +139,13 @@ def ask_and_send_no_more(url: str, path: str, *bodies: Any) -> list[str]:
             texts.append(answer.read().decode())
         assert reader.read(1) == b""
     return texts
+
+
+def change_template(folder: Path, parent: Path, template: str) -> Path:
+    """The tokenizer of an engine folder with another chat template."""
+    changed = parent / "tokenizer"
+    shutil.copytree(folder / "tokenizer", changed)
+    (changed / "chat_template.jinja").unlink(missing_ok=True)
+    path = changed / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return changed

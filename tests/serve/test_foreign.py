@@ -12,9 +12,9 @@ from specdec.serve.body_reading import read_body
 from specdec.serve.foreign import FOREIGN, ROWS, Foreign
 from specdec.serve.protocol import BadRequest
 from specdec.serve.schema import ChatBody, CompletionBody
-from tests.serve.servers import CLIENT, post, serve_here
-from tests.serve.test_responses import TEMPLATE, THOUGHT
-from tests.serve.test_tools import CHAT, change_template
+from tests.serve.servers import CALLING_TEMPLATE, CLIENT, change_template, post, serve_here
+from tests.serve.test_responses import THOUGHT
+from tests.serve.test_tools import CHAT
 
 CLIENTS = ("OpenAI", "vLLM", "SGLang", "llama.cpp", "Ollama", "open-webui", "LM Studio",
            "OpenRouter")  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_limit_of_minus_one_is_all_the_room(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def thinking_url(folder: Path, lasting_dir: Path) -> Iterator[str]:
-    made = change_template(folder, lasting_dir / "foreign", TEMPLATE)
+    made = change_template(folder, lasting_dir / "foreign", CALLING_TEMPLATE)
     more: Any = {"draft_budget": "fixed", "reasoning_parser": "qwen3"}
     with serve_here(folder, tokenizer_dir=str(made), **more) as (_, url):
         yield url

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
-from tests.serve.test_responses import CALLED, TEMPLATE, THOUGHT
-from tests.serve.test_tools import ADD, change_template
+from tests.serve.test_responses import CALLED, THOUGHT
+from tests.serve.test_tools import ADD
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -22,15 +21,8 @@ HEADERS = {"anthropic-version": "2026-10-21", "authorization": "Bearer none"}
 
 
 @pytest.fixture(scope="module")
-def tokenizer_dir(folder: Path, lasting_dir: Path) -> str:
-    template = TEMPLATE + "{# <tool_call> #}"
-    return str(change_template(folder, lasting_dir / "messages", template))
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, draft_budget="fixed") as (_, url):
-        yield url
+def url(calling_url: str) -> str:
+    return calling_url
 
 
 def read_stream(url: str, **body: Any) -> list[dict[str, Any]]:
@@ -145,11 +137,11 @@ def test_a_stream_builds_the_whole_message(
         assert call["input"] == {}
 
 
-def test_thoughts_are_blocks(folder: Path, tokenizer_dir: str) -> None:
+def test_thoughts_are_blocks(folder: Path, calling_tokenizer_dir: str) -> None:
     more: Any = {"draft_budget": "fixed", "reasoning_parser": "qwen3"}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = BODY | {"max_tokens": 200, "thinking": thinking, "grammar": THOUGHT}
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, url):
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, **more) as (_, url):
         message = post(url, PATH, **body)
         streamed = join_stream(read_stream(url, **body))
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
@@ -259,9 +251,9 @@ def test_errors_have_anthropics_form(
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_a_stream_that_fails_ends_with_an_error(folder: Path, tokenizer_dir: str) -> None:
+def test_a_stream_that_fails_ends_with_an_error(folder: Path, calling_tokenizer_dir: str) -> None:
     more: Any = {"draft_budget": "fixed", "request_timeout": 0.1}
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, url):
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, **more) as (_, url):
         events = read_stream(url, **BODY | {"max_tokens": 280, "ignore_eos": True})
         error = {"type": "timeout_error", "message": "the request took more than 0.1 seconds"}
         assert events[-1] == {"type": "error", "error": error}

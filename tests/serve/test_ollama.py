@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
-from tests.serve.test_responses import CALLED, TEMPLATE, THOUGHT
-from tests.serve.test_tools import ADD, CHAT, change_template
+from tests.serve.test_responses import CALLED, THOUGHT
+from tests.serve.test_tools import ADD, CHAT
 
 OPTIONS = {"temperature": 0, "num_predict": 9}
 BODY = {"model": MODEL, "stream": False, "options": OPTIONS, "messages": CHAT, "tools": []}
@@ -20,15 +19,8 @@ TIMES = ("total_duration", "load_duration", "prompt_eval_duration", "eval_durati
 
 
 @pytest.fixture(scope="module")
-def tokenizer_dir(folder: Path, lasting_dir: Path) -> str:
-    template = TEMPLATE + "{# <tool_call> #}"
-    return str(change_template(folder, lasting_dir / "ollama", template))
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, draft_budget="fixed") as (_, url):
-        yield url
+def url(calling_url: str) -> str:
+    return calling_url
 
 
 def read_lines(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -95,7 +87,7 @@ def test_prompts_with_the_template_and_without(url: str) -> None:
     assert unlimited["prompt_eval_count"] + unlimited["eval_count"] == 300
 
 
-def test_thoughts_and_calls(folder: Path, tokenizer_dir: str, url: str) -> None:
+def test_thoughts_and_calls(folder: Path, calling_tokenizer_dir: str, url: str) -> None:
     body = BODY | {"tools": [ADD], "grammar": CALLED, "options": {"temperature": 0}}
     call = {"index": 0, "name": "add", "arguments": {"a": 1, "b": True}}
     answer, lines = post(url, "/api/chat", **body), read_lines(url, "/api/chat", **body)
@@ -106,7 +98,7 @@ def test_thoughts_and_calls(folder: Path, tokenizer_dir: str, url: str) -> None:
     cut = post(url, "/api/chat", **body | {"options": {"temperature": 0, "num_predict": 50}})
     assert (cut["done_reason"], "tool_calls" in cut["message"]) == ("length", False)
     more: Any = {"draft_budget": "fixed", "reasoning_parser": "qwen3"}
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, thinking_url):
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, **more) as (_, thinking_url):
         body = BODY | {"grammar": THOUGHT, "options": {"temperature": 0}, "think": True}
         answer = post(thinking_url, "/api/chat", **body)
         lines = read_lines(thinking_url, "/api/chat", **body)
@@ -209,9 +201,9 @@ def test_errors_have_ollamas_form(
     assert answer.json()["error"].startswith(words)
 
 
-def test_a_stream_that_fails_ends_with_an_error(folder: Path, tokenizer_dir: str) -> None:
+def test_a_stream_that_fails_ends_with_an_error(folder: Path, calling_tokenizer_dir: str) -> None:
     more: Any = {"draft_budget": "fixed", "request_timeout": 0.1}
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, url):
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, **more) as (_, url):
         lines = read_lines(url, "/api/generate", model=MODEL, prompt="hi", ignore_eos=True)
         assert lines[-1] == {"error": "the request took more than 0.1 seconds"}
         assert post(url, "/api/chat", **BODY | {"options": {"num_predict": 1}})["done"] is True

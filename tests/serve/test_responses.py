@@ -21,14 +21,8 @@ from specdec.serve.response_body import ResponseBody
 from specdec.serve.tools import read_calling
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_http import round_all
-from tests.serve.test_tools import ADD, CHAT, change_template, check_call
+from tests.serve.test_tools import ADD, CHAT, check_call
 
-TEMPLATE = (
-    "{% for t in tools or [] %}T:{{ t['function']['name'] }} {% endfor %}"
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ m['reasoning_content'] }}"
-    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
-    " {% endfor %}a:"
-)
 SAY = {"type": "function", "name": "say", "parameters": {}}
 TOOL = {"type": "function", **ADD["function"], "strict": True}
 EVENTS: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
@@ -40,20 +34,14 @@ CALLED = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer_dir(folder: Path, lasting_dir: Path) -> str:
-    return str(change_template(folder, lasting_dir / "responses", TEMPLATE + "{# <tool_call> #}"))
+def url(calling_url: str) -> str:
+    return calling_url
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, draft_budget="fixed") as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module")
-def thinking_url(folder: Path, tokenizer_dir: str) -> Iterator[str]:
+def thinking_url(folder: Path, calling_tokenizer_dir: str) -> Iterator[str]:
     more: Any = {"draft_budget": "fixed", "reasoning_parser": "qwen3"}
-    with serve_here(folder, tokenizer_dir=tokenizer_dir, **more) as (_, url):
+    with serve_here(folder, tokenizer_dir=calling_tokenizer_dir, **more) as (_, url):
         yield url
 
 

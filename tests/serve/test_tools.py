@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,14 @@ from specdec.text.encoding import encode_prompt
 from specdec.text.grammar import write_choice
 from specdec.text.prompts import Prompt
 from specdec.text.text_stream import TextForm, TextStream
-from tests.serve.servers import CLIENT, ask_and_send_no_more, post, read_events, serve_here
+from tests.serve.servers import (
+    CLIENT,
+    ask_and_send_no_more,
+    change_template,
+    post,
+    read_events,
+    serve_here,
+)
 
 CHAT = [{"role": "user", "content": "hi"}]
 PATH = "/v1/chat/completions"
@@ -48,16 +54,6 @@ def make_tool(name: str, properties: Any, **more: Any) -> dict[str, Any]:
 ADD = make_tool("add", {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}})
 SAY = make_tool("say.it", {"word": {"enum": ["x", 'q"uote']}})
 TOOLS = [ADD, SAY]
-
-
-def change_template(folder: Path, parent: Path, template: str) -> Path:
-    """The tokenizer of an engine folder with another chat template."""
-    changed = parent / "tokenizer"
-    shutil.copytree(folder / "tokenizer", changed)
-    (changed / "chat_template.jinja").unlink(missing_ok=True)
-    path = changed / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return changed
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,26 @@ def use_one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture
-def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+def run_here(words: Iterable[object], capsys: pytest.CaptureFixture[str], ends: int) -> Finished:
     """Run `specdec-train` in this process; `ends`: the status that it must end with."""
     from specdec.command.stages import run_command
     from specdec.train.cli import command
 
+    with pytest.raises(SystemExit) as exit_info:
+        run_command(command, [str(word) for word in words])
+    captured = capsys.readouterr()
+    done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
+    assert done.status == ends, done.err
+    return done
+
+
+@pytest.fixture
+def run_train(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Run `specdec-train` in this process, with an accelerator of its own."""
+
     def run(*args: object, ends: int = 0) -> Finished:
         reset_accelerator()
-        with pytest.raises(SystemExit) as exit_info:
-            run_command(command, [str(a) for a in args])
-        captured = capsys.readouterr()
-        done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
-        assert done.status == ends, done.err
-        return done
+        return run_here(args, capsys, ends)
 
     return run
 

@@ -20,15 +20,13 @@ from typing import Any
 
 import pytest
 
-from specdec.command.stages import run_command
 from specdec.errors import SpecDecError, UsageError, name_extra
 from specdec.system import http_client, logs
-from specdec.train.cli import command
 from specdec.train.data import client, servers
 from specdec.train.data.journal import Journal
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply, write_answer
-from tests.train.conftest import Finished
+from tests.train.conftest import Finished, run_here
 
 KEY = "sk-never-to-be-seen-4711"
 RunData = Callable[..., Finished]
@@ -71,12 +69,7 @@ def run_data(
             "data", "--base-url", url, "--model", "toy", "--output", tmp_path / "out.jsonl",
             "--timeout", 120, *(["--input", path] if path.is_file() else []), *args,
         ]  # fmt: skip
-        with pytest.raises(SystemExit) as exit_info:
-            run_command(command, [str(word) for word in words])
-        captured = capsys.readouterr()
-        done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
-        assert done.status == ends, done.err
-        return done
+        return run_here(words, capsys, ends)
 
     return run
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from specdec.command.stages import run_command
 from specdec.errors import UsageError
-from specdec.train.cli import command
 from specdec.train.data import servers
 from specdec.train.data.shards import RowShard, parse_shard
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply
-from tests.train.conftest import Finished
+from tests.train.conftest import Finished, run_here
 
 NUM_ROWS = 40
 RunData = Callable[..., Finished]
@@ -49,14 +47,7 @@ def run_data(
 
     def run(urls: list[str], output: str, *words: object, ends: int = 0) -> Finished:
         target = ["--input", path, "--base-url", *urls, "--model", "toy"] if urls else []
-        with pytest.raises(SystemExit) as exit_info:
-            run_command(
-                command, [str(w) for w in ("data", *target, "--output", tmp_path / output, *words)]
-            )
-        captured = capsys.readouterr()
-        done = Finished(int(exit_info.value.code or 0), captured.out, captured.err)
-        assert done.status == ends, done.err
-        return done
+        return run_here(("data", *target, "--output", tmp_path / output, *words), capsys, ends)
 
     return run
 

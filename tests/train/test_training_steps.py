@@ -217,7 +217,7 @@ def make_job(settings: TrainSettings, **changes: Any) -> TrainingJob:
 
 
 def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
-    """What the target has is passed over; what may be absent begins anew."""
+    """Tensors of the target are passed over; what may be absent begins anew."""
     path = tmp_path / "model.safetensors"
     weight = torch.arange(6.0).view(2, 3)
     drafter: Any = torch.nn.Sequential()

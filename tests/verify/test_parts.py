@@ -52,7 +52,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 
 def test_a_text_is_continued_token_by_token(counting: Counting) -> None:
-    """1 and 2 are 3; with that 6, then 12 - 7 = 5, and so on. What was computed is kept."""
+    """1 and 2 are 3; with that 6, then 12 - 7 = 5, and so on. Computed sums are kept."""
     opened = Reference(counting, torch.device("cpu"))
     assert opened.continue_greedily([1, 2], 4) == [3, 6, 5, 3]
     assert counting.lengths == [2, 1, 1, 1]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import SpecDecError
-from specdec.files.staging import place_file
+
+from .output import write_rows
 
 
 class Journal:
@@ -71,18 +72,13 @@ class Journal:
 
     def write_output(self) -> None:
         """Write the rows in the input's order, under the output's name once all are written."""
-        partial = self.path.with_name(self.path.name + ".output")
-        try:
-            with partial.open("wb") as file:
-                for index in sorted(self._offsets):
-                    self._file.seek(self._offsets[index])
-                    row = json.loads(self._file.readline())["row"]
-                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            place_file(partial, self.output, force=self.force)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_rows(self.output, map(self._read_row, sorted(self._offsets)), force=self.force)
+
+    def _read_row(self, index: int) -> bytes:
+        """Return a row's line of the output."""
+        self._file.seek(self._offsets[index])
+        row = json.loads(self._file.readline())["row"]
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
     def close(self) -> None:
         """Close the file; remove it where it has no row or failure to resume from."""

@@ -13,12 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec import __version__
-from specdec.command.settings import require, to_plain
+from specdec.command.settings import require
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
-from specdec.files.staging import check_output_file, tell_full_disk, write_whole
+from specdec.files.staging import check_output_file, tell_full_disk
 from specdec.options import Contradiction, refuse_contradictions
 from specdec.system import logs
 from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
@@ -26,6 +25,7 @@ from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
 from .client import check_url
 from .dialogues import DataSource, Dialogue, Row, RowError, open_source
 from .journal import Journal
+from .output import write_manifest
 from .servers import Servers, TargetServer
 from .settings import DataSettings
 from .shards import SHARD_FACT, merge_shards, parse_shard
@@ -54,7 +54,7 @@ def regenerate_data(settings: DataSettings) -> dict[str, Any]:
     """
     refuse_contradictions(settings, CONTRADICTIONS)
     if settings.merge:
-        require(dataclasses.replace(settings, input="-"))
+        require(dataclasses.replace(settings, input="-"))  # of which there is none
         return merge_shards(settings)
     if settings.shard is not None and settings.output is not None:
         output = parse_shard(settings.shard).name_output(settings.output)
@@ -296,21 +296,6 @@ def finish(
             journal.num_truncated, len(journal), settings.max_tokens,
         )  # fmt: skip
     journal.write_output()
-    manifest = {
-        "kind": "data",
-        "tool": "specdec",
-        "tool_version": __version__,
-        "settings": to_plain(settings),
-        "facts": journal.facts,
-        "input": source.facts,
-        "output": describe_file(output),
-        "results": report,
-    }
-    text = json.dumps(manifest, indent=2) + "\n"
-    try:
-        write_whole(output.with_suffix(".manifest.json"), text, force=True)
-    except OSError:
-        output.unlink()  # the journal still holds its rows
-        raise
+    write_manifest(settings, journal.facts, source.facts, report)
     journal.remove()
     logger.info("%d rows are in %s", len(journal), output)

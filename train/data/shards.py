@@ -10,20 +10,18 @@ import contextlib
 import dataclasses
 import heapq
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec import __version__
-from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.manifest import describe_file
 from specdec.files.reading import read_json
-from specdec.files.staging import check_output_file, place_file, write_whole
+from specdec.files.staging import check_output_file
 
+from .output import write_manifest, write_rows
 from .settings import DataSettings
 
 SHARD_FACT = "shard"  # the only fact in which shards of one run differ
@@ -99,16 +97,8 @@ def merge_shards(settings: DataSettings) -> dict[str, Any]:
     files = sorted(map(open_shard, map(Path, settings.merge)), key=lambda file: file.shard.number)
     check_shards(files)
     check_output_file(output, force=settings.force)
-    partial = output.with_name(f".{output.name}.merged")
-    try:
-        with partial.open("wb") as merged:
-            for _, line in heapq.merge(*(file.read_rows() for file in files)):
-                merged.write(line)
-            merged.flush()
-            os.fsync(merged.fileno())
-        place_file(partial, output, force=settings.force)
-    finally:
-        partial.unlink(missing_ok=True)
+    merged_rows = heapq.merge(*(file.read_rows() for file in files))
+    write_rows(output, (line for _, line in merged_rows), force=settings.force)
     report = {
         "output": str(output),
         "rows": sum(file.results["rows"] for file in files),
@@ -116,22 +106,7 @@ def merge_shards(settings: DataSettings) -> dict[str, Any]:
         "merged": [str(file.path) for file in files],
     }
     facts = {name: value for name, value in files[0].facts.items() if name != SHARD_FACT}
-    manifest = {
-        "kind": "data",
-        "tool": "specdec",
-        "tool_version": __version__,
-        "settings": to_plain(settings),
-        "facts": facts,
-        "input": files[0].input,
-        "output": describe_file(output),
-        "results": report,
-    }
-    text = json.dumps(manifest, indent=2) + "\n"
-    try:
-        write_whole(output.with_suffix(".manifest.json"), text, force=True)
-    except OSError:
-        output.unlink()
-        raise
+    write_manifest(settings, facts, files[0].input, report)
     return report
 
 

@@ -1,6 +1,6 @@
 """The one table of when suffixes draft without a flag: before an engine's drafter, or alone.
 
-What they draft is verified only while that is faster, as `Pace` decides for each step.
+Their drafts are verified only while that is faster, as `Pace` decides for each step.
 """
 
 from __future__ import annotations
