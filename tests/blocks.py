@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def make_rows(kind: int, num_rows: int, depth: int, seed: int = 0, scale: float = 0.05) -> Array:
     """Blocks uint8 [num_rows, bytes] of a type: any codes, scales of either sign up to `scale`.
 
-    The largest of a super-block's scales is about that times 32.
+    The largest of a super-block's scales is about that times 32. Exponents are of powers of two up
+    to `scale`.
     """
     generator, of = np.random.default_rng(seed), TYPES[kind]
     shape = (num_rows, depth // of.size, of.num_bytes)
@@ -26,11 +28,16 @@ def make_rows(kind: int, num_rows: int, depth: int, seed: int = 0, scale: float 
     for at in of.halves:
         halves = generator.uniform(-scale, scale, (*shape[:2], 1)).astype(np.float16)
         blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    for at in of.exponents:
+        blocks[:, :, at] = 127 + math.frexp(scale)[1] - generator.integers(1, 5, shape[:2])
     return blocks.reshape(num_rows, -1)
 
 
 # Scales with which such weights are as large as those of a linear with 256 inputs.
-SCALES = {2: 0.015, 3: 0.01, 8: 1e-3, 12: 3e-4, 14: 1.5e-4}
+SCALES = {
+    2: 0.015, 3: 0.01, 6: 0.008, 7: 0.005, 8: 1e-3, 10: 5e-3, 11: 2e-3, 12: 3e-4, 13: 1.5e-4,
+    14: 1.5e-4, 20: 1e-3, 23: 1e-4, 39: 0.02,
+}  # fmt: skip
 
 
 def put_blocks(

@@ -26,7 +26,7 @@ VERSIONS = (2, 3)
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TYPES = (
     *PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ4_NL", "IQ4_XS",
+    "IQ4_NL", "IQ4_XS", "MXFP4",
 )  # fmt: skip
 # Numbers of the types of values -> NumPy's names of them.
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",

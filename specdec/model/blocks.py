@@ -34,13 +34,15 @@ BLOCK_TYPES = "ggml_types"
 class BlockType:
     """A block type of GGML's.
 
-    size: weights of a block of `num_bytes`. halves: the columns of its float16 numbers.
+    size: weights of a block of `num_bytes`. halves, exponents: the columns of its float16 numbers
+    and of its powers of two.
     """
 
     name: str
     num_bytes: int
     size: int
     halves: tuple[int, ...]
+    exponents: tuple[int, ...] = ()
 
     def count_bytes(self, num_inputs: int) -> int:
         """Return the bytes of a row of so many weights."""
@@ -50,10 +52,19 @@ class BlockType:
 TYPES = {
     2: BlockType("Q4_0", 18, 32, (0,)),
     3: BlockType("Q4_1", 20, 32, (0, 2)),
+    6: BlockType("Q5_0", 22, 32, (0,)),
+    7: BlockType("Q5_1", 24, 32, (0, 2)),
     8: BlockType("Q8_0", 34, 32, (0,)),
+    10: BlockType("Q2_K", 84, 256, (80, 82)),
+    11: BlockType("Q3_K", 110, 256, (108,)),
     12: BlockType("Q4_K", 144, 256, (0, 2)),
+    13: BlockType("Q5_K", 176, 256, (0, 2)),
     14: BlockType("Q6_K", 210, 256, (208,)),
+    20: BlockType("IQ4_NL", 18, 32, (0,)),
+    23: BlockType("IQ4_XS", 136, 256, (0,)),
+    39: BlockType("MXFP4", 17, 32, (), (0,)),
 }
+LARGEST_EXPONENT = 252  # of a block of MXFP4 whose weights are all finite
 
 
 def is_blocks(module: str, tensors: Mapping[str, object]) -> bool:
@@ -111,7 +122,8 @@ def check_blocks(module: str, rows: Array, types: Array, num_inputs: int) -> Non
             raise SpecDecError(fact, "the file is damaged: make it again")
         blocks = rows[start:stop, : kind.count_bytes(num_inputs)].reshape(-1, kind.num_bytes)
         halves = [blocks[:, offset : offset + 2].copy().view(np.float16) for offset in kind.halves]
-        if not np.isfinite(halves).all():
+        is_finite = np.isfinite(halves).all()
+        if not is_finite or (blocks[:, kind.exponents] > LARGEST_EXPONENT).any():
             raise SpecDecError(
                 f"{module}.weight has NaN or infinite scales in rows {start} to {stop - 1}",
                 "the file is damaged: make it again, or repair the model",

@@ -27,6 +27,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 # As in a Q4_K_M file, where q, k and v differ; and some more.
 KINDS = {"attn_q": 12, "attn_k": 12, "attn_v": 14, "attn_output": 2, "ffn_gate": 8, "ffn_up": 3,
          "ffn_down": 12, "token_embd": 14}  # fmt: skip
+# As files of Q3_K_M and those that take a type for each tensor have them.
+Q3_K_M = {"attn_q": 11, "attn_k": 11, "attn_v": 13, "attn_output": 12, "ffn_gate": 11, "ffn_up": 11,
+          "ffn_down": 12, "token_embd": 11}  # fmt: skip
+MIXED = {"attn_q": 20, "attn_k": 7, "attn_v": 13, "attn_output": 10, "ffn_gate": 39, "ffn_up": 6,
+         "ffn_down": 11, "token_embd": 23}  # fmt: skip
 
 
 def convert(source: Path, name: str, *flags: object) -> Path:
@@ -41,15 +46,17 @@ def run(checkpoint: Path, *flags: object, speculate: bool = True) -> list[list[i
 
 
 @needs_compiler
-def test_a_file_runs_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [KINDS, Q3_K_M, MIXED], ids=["Q4_K_M", "Q3_K_M", "mixed"])
+def test_a_file_runs_as_it_is(kinds: dict[str, int], tmp_path: Path) -> None:
     """Types that differ within a linear, a shared head, a drafter."""
-    source = write_gguf(tmp_path / "model.gguf", KINDS)
+    source = write_gguf(tmp_path / "model.gguf", kinds)
     drafter = ("--drafter-model-dir", make_drafter(tmp_path / "drafter", hidden=256))
     kept = convert(source, "kept", *drafter)
     assert read_json(kept / "config.json")["quantization"]["quant_algo"] == "GGUF"
     tensors = load_file(kept / "rank0.safetensors")
     qkv = tensors["transformer.layers.0.attention.qkv.ggml_types"]
-    assert qkv.tolist() == [12] * 384 + [14] * 128
+    q, k, v = (kinds[f"attn_{letter}"] for letter in "qkv")
+    assert qkv.tolist() == [q] * 256 + [k] * 128 + [v] * 128
     assert "lm_head.weight" not in tensors
     plain = convert(source, "plain", "--dequantize", *drafter)
     assert read_json(plain / "config.json")["quantization"]["quant_algo"] is None
@@ -74,19 +81,13 @@ def test_what_is_stacked_with_another_type_is_plain(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("kinds", "told"),
-    [
-        (dict.fromkeys(KINDS, 6), "none; widened to float32: Q5_0 (15)"),
-        (KINDS | {"attn_q": 7}, "Q4_0 (2), Q4_1 (2), Q4_K (2), Q6_K (1), Q8_0 (2); widened to"
-         " float32: Q4_K (2), Q5_1 (2), Q6_K (2)"),
-    ],
-)  # fmt: skip
-def test_other_types_are_widened_and_named(
-    kinds: dict[str, int], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_types_that_stay_are_named_and_those_that_are_widened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = convert(write_gguf(tmp_path / "model.gguf", kinds), "kept")
-    assert f"model.gguf: matrices that stay as they are: {told}\n" in capsys.readouterr().err
+    kept = convert(write_gguf(tmp_path / "model.gguf", MIXED | {"attn_q": 0}), "kept")
+    told = "IQ4_XS (1), MXFP4 (2), Q2_K (2), Q3_K (2), Q5_0 (2); widened to float32: F32 (2), Q5_1"
+    line = f"model.gguf: matrices that stay as they are: {told} (2), Q5_K (2)\n"
+    assert line in capsys.readouterr().err
     plain = convert(tmp_path / "model.gguf", "plain", "--dequantize")
     assert run(kept, "--optimize", "none") == run(plain, "--optimize", "none")
 
@@ -144,10 +145,13 @@ def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
-def test_experts_stay_in_blocks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("qwen3_moe", (2, 8, 3)), ("qwen3_moe", (6, 39, 7)), ("qwen2_moe", (2, 8, 3))],
+)
+def test_experts_stay_in_blocks(name: str, kinds: tuple[int, ...], tmp_path: Path) -> None:
     """Those of a layer all, or none, with the shared one."""
-    source = rewrite(name, tmp_path / "model.gguf", (2, 8, 3), inner=64)
+    source = rewrite(name, tmp_path / "model.gguf", kinds, inner=64)
     kept, plain = convert(source, "kept"), convert(source, "plain", "--dequantize")
     found = find_blocks(kept, plain)
     assert {"0.attention.qkv", "1.attention.dense"} <= found

@@ -134,22 +134,34 @@ struct Checks {
     return packed;
   }
 
-  // Random blocks of GGML's types, two parts of a matrix; their float16 numbers are small.
-  static std::vector<char> pack_blocks(int64_t first, int64_t second, int64_t N, int64_t depth) {
+  // A block type of GGML's: inputs and bytes of a block, and where its float16 begin, none below zero.
+  struct BlockType {
+    int64_t type, inputs, bytes, factors, num_factors;
+  };
+  static constexpr BlockType kBlockTypes[] = {
+      {2, 32, 18, 0, 1},     {3, 32, 20, 0, 2},     {6, 32, 22, 0, 1},     {7, 32, 24, 0, 2},
+      {8, 32, 34, 0, 1},     {10, 256, 84, 80, 2},  {11, 256, 110, 108, 1}, {12, 256, 144, 0, 2},
+      {13, 256, 176, 0, 2},  {14, 256, 210, 208, 1}, {20, 32, 18, 0, 1},    {23, 256, 136, 0, 1},
+      {39, 32, 17, 0, 0}};
+
+  // Random blocks of two types, each a part of a matrix; their scales are small.
+  static std::vector<char> pack_blocks(const BlockType &first, const BlockType &second, int64_t N,
+                                       int64_t depth) {
     const auto measure = find<int64_t(const int64_t *)>("specdec_measure_blocks");
     const auto pack = find<void(const uint8_t *, int64_t, const int64_t *, char *)>("specdec_pack_blocks");
     std::vector<char> packed;
     for (int64_t part = 0; part < 2; ++part) {
-      const int64_t type = part ? second : first, rows = part ? N / 2 : N - N / 2;
-      const int64_t bytes = type == 2 ? 18 : type == 3 ? 20 : type == 8 ? 34 : type == 12 ? 144 : 210;
-      const int64_t stride = depth / (type < 12 ? 32 : 256) * bytes;
+      const BlockType &of = part ? second : first;
+      const int64_t rows = part ? N / 2 : N - N / 2, stride = depth / of.inputs * of.bytes;
       std::vector<uint8_t> blocks(rows * stride);
       for (auto &byte : blocks) byte = static_cast<uint8_t>(draw() >> 24);
-      for (int64_t at = type == 14 ? 208 : 0; at < rows * stride; at += bytes) {
-        blocks[at + 1] = static_cast<uint8_t>((blocks[at + 1] & 0x83) | 0x20);
-        if (type == 3 || type == 12) blocks[at + 3] = blocks[at + 1];
-      }
-      int64_t head[8] = {N, depth, 0, type, rows, 0, 0, 0};
+      for (int64_t at = 0; at < rows * stride; at += of.bytes)
+        if (of.num_factors == 0)
+          blocks[at] = static_cast<uint8_t>(112 + blocks[at] % 8);
+        else
+          for (int64_t end = at + of.factors + 1, i = 0; i < of.num_factors; ++i, end += 2)
+            blocks[end] = static_cast<uint8_t>((blocks[at + of.factors + 1] & 0x83) | 0x20);
+      int64_t head[8] = {N, depth, 0, of.type, rows, 0, 0, 0};
       const int64_t size = measure(head), place = static_cast<int64_t>(packed.size());
       if (part == 0) head[5] = size;
       packed.resize(place + size);
@@ -249,9 +261,9 @@ struct Checks {
     plain ^= products<E>("specdec_multiply", N, depth, x, pack(weight, N, depth), Numbers(N));
     uint64_t blocks = kStart;
     const Numbers wide = make<T>(30 * 768, -2);
-    for (const int64_t type : {2, 3, 8, 12, 14}) {
+    for (const BlockType &of : kBlockTypes) {
       const Numbers bias = make<T>(75, -2);
-      const auto packed = pack_blocks(type, type == 14 ? 2 : 14, 75, 768);
+      const auto packed = pack_blocks(of, kBlockTypes[of.type == 14 ? 0 : 9], 75, 768);
       blocks ^= products<char>("specdec_multiply_integers", 75, 768, wide, packed, bias);
     }
     tell("multiply", plain);

@@ -38,7 +38,7 @@ def compute_exactly(x: torch.Tensor, matrix: BlockMatrix) -> torch.Tensor:
     for kind, start, stop in matrix.list_parts():
         rows = matrix.rows[start:stop, : TYPES[kind].count_bytes(matrix.depth)].numpy()
         weight = torch.from_numpy(dequantize_by_gguf(rows, GGMLQuantizationType(kind)))
-        inputs = round_inputs(x, 16 if TYPES[kind].name == "Q6_K" else 32)
+        inputs = round_inputs(x, 16 if TYPES[kind].name in ("Q2_K", "Q3_K", "Q6_K") else 32)
         products.append(inputs.double() @ weight.double().T)
     return torch.cat(products, 1)
 
@@ -72,21 +72,23 @@ def test_rows_of_several_types() -> None:
 def test_rows_are_widened_to_the_bits_of_the_gguf_package(library: Path) -> None:
     kernels = NativeKernels(library, torch.float32)
     matrix = make_matrix(dict.fromkeys(NUMBERS, 9), 512)
-    indices = torch.randperm(len(matrix.rows)).view(5, -1)
+    indices = torch.randperm(len(matrix.rows)).view(9, -1)
     widened, expected = matrix.look_up(indices, kernels), matrix.look_up(indices)
     assert torch.equal(widened.view(torch.int32), expected.view(torch.int32))
     for wrong in (-1, len(matrix.rows)):
-        with pytest.raises(ValueError, match=f"row {wrong} of .45, 544. is not there"):
+        with pytest.raises(ValueError, match=f"row {wrong} of .117, 544. is not there"):
             matrix.look_up(torch.tensor([0, wrong, 7]), kernels)
     assert matrix.types[3] == 2
     for kind, depth in ((99, 512), (2, 512 + 16), (8, 1024)):
         matrix.types[3] = kind
-        with pytest.raises(ValueError, match="row 3 of .45, 544. is not there, or no blocks"):
+        with pytest.raises(ValueError, match="row 3 of .117, 544. is not there, or no blocks"):
             kernels.widen_blocks(matrix.rows, matrix.types, torch.tensor([[3]]), depth)
 
 
 @in_every_form
-@pytest.mark.parametrize("kinds", [*([kind] for kind in NUMBERS), [12, 14], [2, 8, 3, 14]], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [*([kind] for kind in NUMBERS), [12, 14], [2, 8, 3, 14], [11, 13, 39]], ids=str
+)
 def test_products(library: Path, kinds: list[int]) -> None:
     """Any number of rows among others has its bits; whatever types are below each other."""
     dtype = DTYPES[len(kinds) % 3]
@@ -109,6 +111,14 @@ def test_products(library: Path, kinds: list[int]) -> None:
 
 
 @needs_compiler
+def test_packed_matrices_take_about_the_bytes_of_the_file(library: Path) -> None:
+    kernels = NativeKernels(library, torch.float32)
+    for kind in NUMBERS:
+        matrix = make_matrix({kind: 256}, 768)
+        assert matrix.rows.nbytes <= matrix.measure(kernels) <= 1.06 * matrix.rows.nbytes, kind
+
+
+@needs_compiler
 def test_inputs_that_are_no_numbers(library: Path) -> None:
     kernels = NativeKernels(library, torch.float32)
     matrix = make_matrix({3: 8, 14: 8}, 256)
@@ -126,6 +136,12 @@ def test_damaged_rows_are_refused() -> None:
     rows[2, 34:36] = np.array([np.nan], np.float16).view(np.uint8)
     with pytest.raises(SpecDecError, match="m.weight has NaN or infinite scales in rows 0 to 3"):
         blocks.check_blocks("m", rows, types, 64)
-    types[1] = 7
-    with pytest.raises(SpecDecError, match="m.ggml_types: type 7"):
+    exponents, many = make_rows(39, 4, 64), np.full(4, 39, np.uint8)
+    exponents[:, 0] = 252
+    blocks.check_blocks("m", exponents, many, 64)
+    exponents[3, 17] = 253  # 12 times half of it is infinite
+    with pytest.raises(SpecDecError, match="m.weight has NaN or infinite scales in rows 0 to 3"):
+        blocks.check_blocks("m", exponents, many, 64)
+    types[1] = 9
+    with pytest.raises(SpecDecError, match="m.ggml_types: type 9"):
         blocks.check_blocks("m", make_rows(8, 4, 64), types, 64)

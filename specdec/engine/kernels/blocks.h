@@ -2,22 +2,13 @@
 
 #pragma once
 
-#include "integers.h"
+#include "block_forms.h"
 
 namespace {
 
-// Matrices as GGUF files have them, ggml/src/ggml-quants.c:
-//
-//     weight[n, i] = scale[n, g] * (code[n, i] - zero) + minimum[n, g]
-//
-// with codes of 4, 6 or 8 bits in groups of 32 or 16 inputs. In Q4_0, Q4_1 and Q8_0 scale and minimum
-// are float16; in Q4_K and Q6_K they are integers times the float16 of 256 inputs (minima are less than
-// zero), which is exact in float32. Inputs are rounded as for Integers, by the weights' own groups. A
-// group's sum is of integers; then it is scaled by the inputs' scale and by the weight's, and the
-// minimum is multiplied by the inputs' scale and their sum.
-
-// GGML's numbers of the types.
-enum BlockType : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14 };
+// Inputs are rounded as for Integers, by the weights' own groups. A group's sum is of integers; then it is
+// scaled by the inputs' scale and by the weight's, and the minimum is multiplied by the inputs' scale and
+// their sum.
 
 // Header of a packed run of a matrix's rows, which are of one type. N is of the whole matrix in the
 // first run; `next` is where the next run begins, in bytes from here, 0 in the last. bits: 0, by which it
@@ -28,24 +19,6 @@ struct BlockRows {
 };
 static_assert(sizeof(BlockRows) == sizeof(Integers), "which one it is, its third field tells");
 
-// kVector bytes as floats.
-template <typename Byte>
-inline Floats widen_bytes(const Byte *from) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-  return to_floats((Ints)(std::is_signed<Byte>::value ? _mm512_cvtepi8_epi32(bytes)
-                                                      : _mm512_cvtepu8_epi32(bytes)));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
-  return to_floats((Ints)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes)
-                                                      : _mm256_cvtepu8_epi32(bytes)));
-#else
-  Ints wide;
-  for (int64_t j = 0; j < kVector; ++j) wide[j] = from[j];
-  return to_floats(wide);
-#endif
-}
-
 template <int64_t kType>
 struct BlockMatrix {
   typedef uint32_t Input;
@@ -53,28 +26,37 @@ struct BlockMatrix {
   static constexpr int kMostRows = kMaxRows;
   static constexpr int kMostTiles = 1;  // memory is read faster in one stream
   static constexpr int64_t kNearRows = kType == kQ8_0 ? 4 : kType == kQ4_0 ? 1 : 0;
-  static constexpr int64_t kBits = kType == kQ8_0 ? 8 : kType == kQ6_K ? 6 : 4;
-  static constexpr bool kIsSuper = kType == kQ4_K || kType == kQ6_K;
-  static constexpr bool kHasMinima = kType == kQ4_1 || kType == kQ4_K;
-  static constexpr int64_t kGroup = kBits == 6 ? 16 : 32, kParts = kGroup / 4;
-  static constexpr int64_t kGroups = (kIsSuper ? 256 : 64) / kGroup;  // of a unit
-  // Inputs and bytes of a file's block: codes, numbers of two bytes, and a super-block's scales.
-  static constexpr int64_t kBlockInputs = kIsSuper ? 256 : 32;
-  static constexpr int64_t kBlockBytes =
-      kBlockInputs * kBits / 8 + 2 * (1 + kHasMinima) + (kType == kQ4_K ? 12 : kIsSuper ? 16 : 0);
-  static constexpr int64_t kCodeSteps = kGroup * kBits / 32;  // of a group
-  // Of a unit: lists of kTile numbers of two bytes, and where there are any, of one byte.
-  static constexpr int64_t kHalves = kIsSuper ? 1 : kGroups, kBytes = kIsSuper ? kGroups : 0;
-  static constexpr int64_t kScaleSteps = ((2 * kHalves + kBytes) * (1 + kHasMinima) + 3) / 4;
-  static constexpr int64_t kUnitSteps = kScaleSteps + kGroups * kCodeSteps;
+  static constexpr BlockForm kForm = find_form(kType);
+  static constexpr int64_t kBits = kForm.bits, kGroup = kForm.group, kParts = kGroup / 4;
+  static constexpr bool kHasMinima = kForm.has_minima, kIsSuper = kForm.inputs == 256;
+  static constexpr int64_t kGroups = kForm.unit / kGroup;  // of a unit
+  static constexpr int64_t kBlockInputs = kForm.inputs, kBlockBytes = kForm.bytes;
+  // Codes lie in words of as many lower bits, behind which is a word of all upper bits if there are any:
+  // those of a group, or of two whose upper bits fill one.
+  static constexpr int64_t kLowBits = kBits == 8 ? 8 : kBits < 4 ? 2 : 4, kHighBits = kBits - kLowBits;
+  static constexpr int64_t kCodeGroups = kBits == 3 ? 2 : 1, kCodeParts = kCodeGroups * kParts;
+  static constexpr int64_t kCodeSteps = kCodeParts * kBits / 8, kLowSteps = kCodeParts * kLowBits / 8;
+  static constexpr int64_t kShared = 8 / kLowBits;  // parts of a word of lower bits
+  // Of a unit: lists of kTile numbers of two bytes, each group's or the super-block's, and of one byte.
+  static constexpr bool kHasHalves = kForm.scales == Scales::kHalves;
+  static constexpr bool kHasNibbles = kForm.scales == Scales::kNibbles;
+  static constexpr bool kHasExponents = kForm.scales == Scales::kExponents;
+  static constexpr int64_t kFactors = kHasExponents ? 0 : 1 + kHasMinima;
+  static constexpr int64_t kByteLists = kHasHalves ? 0 : kHasNibbles ? 1 : 1 + kHasMinima;
+  static constexpr int64_t kScaleBytes =
+      2 * kFactors * (kHasHalves ? kGroups : 1) + kByteLists * kGroups;  // of an output
+  static constexpr int64_t kScaleSteps = (kScaleBytes + 3) / 4;
+  static constexpr int64_t kUnitSteps = kScaleSteps + kGroups / kCodeGroups * kCodeSteps;
   static constexpr int64_t turn = (kUnitSteps < kTurn ? kTurn / kUnitSteps : 1) * kUnitSteps;
-  // Codes of 4 or 6 bits may be multiplied in sums of 16 bits, which so many products fit in.
-  static constexpr bool kHasShorts = kSumsShorts && kBits < 8;
-  static constexpr int64_t kShortParts = kBits == 4 ? kParts : 2;
+  // Smaller codes may be multiplied in sums of 16 bits, which so many products fit in.
+  static constexpr bool kHasShorts = kSumsShorts && kForm.largest < 64;
+  static constexpr int64_t kMostShortParts = 32767 / (2 * kForm.largest * kLargest);
+  static constexpr int64_t kShortParts = kMostShortParts >= kParts ? kParts : kMostShortParts >= 4 ? 4 : 2;
   static constexpr int kLanes = kMultipliesBytes || kHasShorts ? 1 : 2;  // words that 4 inputs take
   static constexpr int64_t kHead = 3;  // inputs that each group of a row begins with
   static constexpr int64_t header = 0, kGroupRow = kHead + kParts * kLanes;
-  static constexpr int32_t kZero = kBits == 8 ? kByteZero : kBits == 6 ? 32 : 8;
+  static constexpr int32_t kZero = kForm.zero;
+  static constexpr Book kBook = find_book(kType);
   const char *tiles;
   int64_t depth, steps, tile_bytes, row;
 
@@ -87,35 +69,42 @@ struct BlockMatrix {
 
   // Where a group's scales are in a unit, or its minima: of one byte behind all those of two bytes.
   static int64_t find_scales(int64_t group, bool are_minima) {
-    if (!kIsSuper) return 2 * kTile * (group + are_minima * kHalves);
-    return 2 * kTile * (1 + kHasMinima) + kTile * (group + are_minima * kGroups);
+    if (kHasHalves) return 2 * kTile * (group + are_minima * kGroups);
+    return 2 * kTile * kFactors + kTile * (group + (are_minima && !kHasNibbles) * kGroups);
   }
 
   static inline __attribute__((always_inline)) Floats read_scales(const char *unit, int64_t group,
                                                                   bool are_minima, int64_t k) {
     const auto *factors = reinterpret_cast<const half *>(unit) + are_minima * kTile + k * kVector;
     const char *group_scales = unit + find_scales(group, are_minima);
-    if constexpr (!kIsSuper)
+    const auto *bytes = reinterpret_cast<const uint8_t *>(group_scales) + k * kVector;
+    if constexpr (kHasHalves)
       return widen(reinterpret_cast<const half *>(group_scales) + k * kVector);
-    else if constexpr (kBits == 6)
-      return widen_bytes(reinterpret_cast<const int8_t *>(group_scales) + k * kVector) * widen(factors);
+    else if constexpr (kHasExponents)
+      return read_exponents(widen_bytes(bytes));
+    else if constexpr (kHasNibbles)
+      return to_floats(are_minima ? widen_bytes(bytes) >> 4 : widen_bytes(bytes) & 15) * widen(factors);
+    else if constexpr (kForm.scales == Scales::kSignedBytes)
+      return to_floats(widen_bytes(reinterpret_cast<const int8_t *>(bytes))) * widen(factors);
     else
-      return widen_bytes(reinterpret_cast<const uint8_t *>(group_scales) + k * kVector) * widen(factors);
+      return to_floats(widen_bytes(bytes)) * widen(factors);
   }
 
-  // Four codes of each output as bytes, those of a group's inputs 4 part to 4 part + 3. A word of 4 bits
-  // holds two parts, the first in the lower halves of its bytes; of 6 bits the upper two of all four
-  // parts are in a word of their own, the first part's lowest.
+  // Four codes of each output as bytes, those of inputs 4 part to 4 part + 3. A word of lower bits holds
+  // kShared parts, the first in the lowest bits of its bytes, and so does the one of upper bits.
   static Words unpack(const char *codes, int64_t part, int64_t k) {
     const auto read = [&](int64_t step) {
       return load<Words>(codes + step * kStepBytes + k * 4 * kVector);
     };
+    constexpr uint32_t kBytes = 0x01010101u;
     if constexpr (kBits == 8) return pin(read(part));  // not to be read again for each row
-    const Words low = read(part / 2) >> (part % 2 ? 4 : 0) & 0x0f0f0f0fu;
-    if constexpr (kBits == 4) return low;
-    const Words high = read(kParts / 2);
-    const Words shifted = part == 0 ? high << 4 : part == 1 ? high << 2 : part == 2 ? high : high >> 2;
-    return low | (shifted & 0x30303030u);
+    const Words low = read(part / kShared) >> part % kShared * kLowBits & kBytes * ((1 << kLowBits) - 1);
+    if constexpr (kForm.has_book) return look_up(kBook, low);
+    if constexpr (kHighBits == 0) return low;
+    const int64_t shift = kLowBits - part * kHighBits;
+    const Words high = read(kLowSteps);
+    const Words shifted = shift > 0 ? high << shift : shift < 0 ? high >> -shift : high;
+    return low | (shifted & kBytes * ((1 << kBits) - (1 << kLowBits)));
   }
 
   // Four bytes of them as they are multiplied: together, or by pairs two apart.
@@ -202,12 +191,12 @@ struct BlockMatrix {
                                                kNearBytes);
       for (int64_t i = 0; i < kScaleSteps; ++i, fetch.from += fetch.stride)
         fetch.template fetch<4 * K * kVector>(fetch.from);
-      for (int64_t group = 0; group < kGroups; ++group) {
+      for (int64_t group = 0; group < kGroups; codes += kCodeSteps * kStepBytes) {
         for (int64_t i = 0; i < kCodeSteps; ++i, fetch.from += fetch.stride)
           fetch.template fetch<4 * K * kVector>(fetch.from);
-        add_group<M, K>(head, unit, codes, group, first_vector, sums);
-        codes += kCodeSteps * kStepBytes;
-        head += kGroupRow * M;
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < kCodeGroups; ++i, ++group, head += kGroupRow * M)
+          add_group<M, K>(head, unit, codes, group, i * kParts, first_vector, sums);
       }
     }
 #pragma GCC unroll 2
@@ -217,11 +206,12 @@ struct BlockMatrix {
         std::memcpy(out + m * kTile + k * kVector, &sums[k][m], sizeof(Floats));
   }
 
-  // Adds a unit of one group.
+  // Adds a unit of one group, whose codes begin with a part.
   template <int M, int64_t K>
   static inline __attribute__((always_inline)) void add_group(const uint32_t *head, const char *unit,
                                                               const char *codes, int64_t group,
-                                                              int64_t first_vector, Floats (&to)[K][M]) {
+                                                              int64_t first_part, int64_t first_vector,
+                                                              Floats (&to)[K][M]) {
     Ints sums[K][M];
     Words shorts[K][M] = {};
 #pragma GCC unroll 2
@@ -233,7 +223,7 @@ struct BlockMatrix {
 #pragma GCC unroll 8
     for (int64_t part = 0; part < kParts; ++part) {
       Words bytes[K];
-      for (int64_t k = 0; k < K; ++k) bytes[k] = unpack(codes, part, first_vector + k);
+      for (int64_t k = 0; k < K; ++k) bytes[k] = unpack(codes, first_part + part, first_vector + k);
 #pragma GCC unroll 2
       for (int lane = 0; lane < kLanes; ++lane) {
         Words w[K];
@@ -272,74 +262,36 @@ struct BlockMatrix {
   }
 };
 
-// A file's block. factors: its scale and minimum in float16, which lie in the file or in `halves`; then
-// its codes, and of a super-block's groups the scales, then minima.
-struct Block {
-  const uint8_t *factors;
-  uint8_t codes[256], scales[2][16], halves[4];
-};
-
-inline void split_halves(const uint8_t *from, int64_t count, uint8_t *low, uint8_t *high) {
-  for (int64_t i = 0; i < count; ++i) {
-    low[i] = from[i] & 15;
-    high[i] = from[i] >> 4;
-  }
-}
-
-// Reads what the file's block has; a super-block's scales are bytes, those of Q6_K signed.
-inline void read_block(const uint8_t *from, int64_t type, Block &block) {
-  block.factors = type == kQ6_K ? from + 208 : from;
-  if (type == kQ6_K) {
-    const uint8_t *low = from, *high = from + 128;
-    for (int64_t i = 0; i < 256; ++i) {
-      const int64_t quarter = i / 32 % 4, l = i % 32, part_low = i / 128 * 64 + quarter % 2 * 32 + l;
-      const int upper_bits = high[i / 128 * 32 + l] >> 2 * quarter & 3;
-      block.codes[i] = static_cast<uint8_t>((low[part_low] >> (quarter / 2 * 4) & 15) | upper_bits << 4);
-    }
-    std::memcpy(block.scales[0], from + 192, 16);
-  } else if (type == kQ4_K) {
-    const uint8_t *bits = from + 4;
-    for (int64_t g = 0; g < 8; ++g) {
-      const bool is_low = g < 4;
-      block.scales[0][g] = is_low ? bits[g] & 63 : (bits[g + 4] & 15) | bits[g - 4] >> 6 << 4;
-      block.scales[1][g] = is_low ? bits[g + 4] & 63 : bits[g + 4] >> 4 | bits[g] >> 6 << 4;
-    }
-    for (int64_t i = 0; i < 4; ++i)
-      split_halves(from + 16 + 32 * i, 32, block.codes + 64 * i, block.codes + 64 * i + 32);
-  } else if (type == kQ8_0) {
-    for (int64_t i = 0; i < 32; ++i) block.codes[i] = from[2 + i] ^ (kByteZero == 128 ? 0x80 : 0);
-  } else {
-    split_halves(from + (type == kQ4_1 ? 4 : 2), 16, block.codes, block.codes + 16);
-  }
+// Calls visit(place in a unit of output j, number of the block, its bytes) for a block's scales and minima.
+template <typename Matrix, typename Unit, typename Byte, typename Visit>
+void visit_scales(Unit *unit, int64_t first_group, int64_t j, Byte *factors, Byte (*scales)[16],
+                  const Visit &visit) {
+  for (int64_t list = 0; list < Matrix::kFactors; ++list)
+    visit(unit + (Matrix::kHasHalves ? Matrix::find_scales(first_group, list) : 2 * kTile * list) + 2 * j,
+          factors + 2 * list, 2);
+  for (int64_t list = 0; list < Matrix::kByteLists; ++list)
+    for (int64_t g = 0; g < Matrix::kBlockInputs / Matrix::kGroup; ++g)
+      visit(unit + Matrix::find_scales(first_group + g, list) + j, scales[list] + g, 1);
 }
 
 // Puts a block of output j, whose inputs begin at `first_input`, in its tile.
 template <typename Matrix>
 void put_block(const Block &block, int64_t first_input, int64_t j, char *tile) {
-  constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
-  constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
+  constexpr int64_t kUnit = Matrix::kForm.unit, kInputs = Matrix::kCodeParts * 4;
   char *unit = tile + first_input / kUnit * Matrix::kUnitSteps * kStepBytes;
-  for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
-    const uint8_t *factors = block.factors + 2 * list;
-    const uint8_t *group_scales = Matrix::kIsSuper ? block.scales[list] : factors;
-    if (Matrix::kIsSuper) std::memcpy(unit + 2 * (list * kTile + j), factors, 2);
-    for (int64_t g = 0; g < kBlockGroups; ++g)
-      std::memcpy(unit + Matrix::find_scales(first_input % kUnit / Matrix::kGroup + g, list) + kSize * j,
-                  group_scales + g, kSize);
-  }
-  for (int64_t g = 0; g < kBlockGroups; ++g) {
+  visit_scales<Matrix>(unit, first_input % kUnit / Matrix::kGroup, j, block.factors, block.scales,
+                       [](char *to, const uint8_t *from, int64_t size) { std::memcpy(to, from, size); });
+  for (int64_t i = 0; i < Matrix::kBlockInputs; i += kInputs) {
     uint32_t words[Matrix::kCodeSteps] = {};
-    for (int64_t part = 0; part < Matrix::kParts; ++part) {
+    for (int64_t part = 0; part < Matrix::kCodeParts; ++part) {
       uint32_t bytes;
-      std::memcpy(&bytes, block.codes + g * Matrix::kGroup + 4 * part, 4);
-      if (Matrix::kBits == 8) {
-        words[part] = bytes;
-      } else {
-        words[part / 2] |= (bytes & 0x0f0f0f0fu) << part % 2 * 4;
-        if (Matrix::kBits == 6) words[Matrix::kParts / 2] |= (bytes >> 4 & 0x03030303u) << 2 * part;
-      }
+      std::memcpy(&bytes, block.codes + i + 4 * part, 4);
+      const uint32_t low = bytes & 0x01010101u * ((1 << Matrix::kLowBits) - 1);
+      words[part / Matrix::kShared] |= low << part % Matrix::kShared * Matrix::kLowBits;
+      if constexpr (Matrix::kHighBits > 0)
+        words[Matrix::kLowSteps] |= (bytes - low) >> Matrix::kLowBits << part * Matrix::kHighBits;
     }
-    const int64_t steps = (first_input % kUnit / Matrix::kGroup + g) * Matrix::kCodeSteps;
+    const int64_t steps = (first_input % kUnit + i) / kInputs * Matrix::kCodeSteps;
     char *to = unit + (Matrix::kScaleSteps + steps) * kStepBytes + 4 * j;
     for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
       std::memcpy(to + step * kStepBytes, &words[step], 4);
@@ -349,29 +301,25 @@ void put_block(const Block &block, int64_t first_input, int64_t j, char *tile) {
 // Takes a block of output j, whose inputs begin at `first_input`, out of its tile, as `read_block` reads it.
 template <typename Matrix>
 void take_block(const char *tile, int64_t first_input, int64_t j, Block &block) {
-  constexpr int64_t kBlockGroups = Matrix::kBlockInputs / Matrix::kGroup;
-  constexpr int64_t kUnit = Matrix::kGroups * Matrix::kGroup, kSize = Matrix::kIsSuper ? 1 : 2;
+  constexpr int64_t kUnit = Matrix::kForm.unit, kInputs = Matrix::kCodeParts * 4;
   const char *unit = tile + first_input / kUnit * Matrix::kUnitSteps * kStepBytes;
-  const int64_t first_group = first_input % kUnit / Matrix::kGroup;
   block.factors = block.halves;
-  for (int64_t list = 0; list < 1 + Matrix::kHasMinima; ++list) {
-    uint8_t *factors = block.halves + 2 * list;
-    uint8_t *group_scales = Matrix::kIsSuper ? block.scales[list] : factors;
-    if (Matrix::kIsSuper) std::memcpy(factors, unit + 2 * (list * kTile + j), 2);
-    for (int64_t g = 0; g < kBlockGroups; ++g)
-      std::memcpy(group_scales + g, unit + Matrix::find_scales(first_group + g, list) + kSize * j, kSize);
-  }
-  for (int64_t g = 0; g < kBlockGroups; ++g) {
-    const int64_t steps = Matrix::kScaleSteps + (first_group + g) * Matrix::kCodeSteps;
+  visit_scales<Matrix>(unit, first_input % kUnit / Matrix::kGroup, j, block.halves, block.scales,
+                       [](const char *from, uint8_t *to, int64_t size) { std::memcpy(to, from, size); });
+  for (int64_t i = 0; i < Matrix::kBlockInputs; i += kInputs) {
+    const int64_t steps = Matrix::kScaleSteps + (first_input % kUnit + i) / kInputs * Matrix::kCodeSteps;
     const char *from = unit + steps * kStepBytes + 4 * j;
     uint32_t words[Matrix::kCodeSteps];
     for (int64_t step = 0; step < Matrix::kCodeSteps; ++step)
       std::memcpy(&words[step], from + step * kStepBytes, 4);
-    for (int64_t part = 0; part < Matrix::kParts; ++part) {
-      uint32_t bytes = words[Matrix::kBits == 8 ? part : part / 2];
-      if (Matrix::kBits < 8) bytes = bytes >> part % 2 * 4 & 0x0f0f0f0fu;
-      if (Matrix::kBits == 6) bytes |= (words[Matrix::kParts / 2] >> 2 * part & 0x03030303u) << 4;
-      std::memcpy(block.codes + g * Matrix::kGroup + 4 * part, &bytes, 4);
+    for (int64_t part = 0; part < Matrix::kCodeParts; ++part) {
+      uint32_t bytes = words[part / Matrix::kShared] >> part % Matrix::kShared * Matrix::kLowBits &
+                       0x01010101u * ((1 << Matrix::kLowBits) - 1);
+      if constexpr (Matrix::kHighBits > 0)
+        bytes |= (words[Matrix::kLowSteps] >> part * Matrix::kHighBits &
+                  0x01010101u * ((1 << Matrix::kHighBits) - 1))
+                 << Matrix::kLowBits;
+      std::memcpy(block.codes + i + 4 * part, &bytes, 4);
     }
   }
 }
@@ -382,8 +330,16 @@ inline auto with_blocks(int64_t type, int64_t depth, const char *tiles, const Us
   switch (type) {
     case kQ4_0: return use(BlockMatrix<kQ4_0>(depth, tiles));
     case kQ4_1: return use(BlockMatrix<kQ4_1>(depth, tiles));
+    case kQ5_0: return use(BlockMatrix<kQ5_0>(depth, tiles));
+    case kQ5_1: return use(BlockMatrix<kQ5_1>(depth, tiles));
     case kQ8_0: return use(BlockMatrix<kQ8_0>(depth, tiles));
+    case kQ2_K: return use(BlockMatrix<kQ2_K>(depth, tiles));
+    case kQ3_K: return use(BlockMatrix<kQ3_K>(depth, tiles));
     case kQ4_K: return use(BlockMatrix<kQ4_K>(depth, tiles));
+    case kQ5_K: return use(BlockMatrix<kQ5_K>(depth, tiles));
+    case kIQ4_NL: return use(BlockMatrix<kIQ4_NL>(depth, tiles));
+    case kIQ4_XS: return use(BlockMatrix<kIQ4_XS>(depth, tiles));
+    case kMXFP4: return use(BlockMatrix<kMXFP4>(depth, tiles));
     default: return use(BlockMatrix<kQ6_K>(depth, tiles));
   }
 }
@@ -417,22 +373,30 @@ void pack_blocks(const uint8_t *rows, int64_t stride, const BlockRows &run, char
 // A block's weights, as the package gguf computes them: a scale times a code fits in float32.
 template <typename Matrix>
 void widen_block(const Block &block, float *out) {
-  float factors[2] = {to_float(load<half>(block.factors)), 0.0f};
-  if (Matrix::kHasMinima) factors[1] = to_float(load<half>(block.factors + 2));
+  float factors[2] = {};
+  for (int64_t list = 0; list < Matrix::kFactors; ++list)
+    factors[list] = to_float(load<half>(block.factors + 2 * list));
   for (int64_t i = 0; i < Matrix::kBlockInputs; i += Matrix::kGroup) {
     float scale = factors[0], minimum = factors[1];
-    if constexpr (Matrix::kIsSuper) {
-      const uint8_t bits = block.scales[0][i / Matrix::kGroup];
-      scale = factors[0] * static_cast<float>(Matrix::kBits == 6 ? static_cast<int8_t>(bits) : bits);
+    const uint8_t byte = block.scales[0][i / Matrix::kGroup];
+    if constexpr (Matrix::kHasExponents) {
+      scale = read_exponent(byte);
+    } else if constexpr (Matrix::kHasNibbles) {
+      scale *= static_cast<float>(byte & 15);
+      minimum = -(factors[1] * static_cast<float>(byte >> 4));
+    } else if constexpr (Matrix::kIsSuper) {
+      scale *= static_cast<float>(Matrix::kHasMinima ? byte : static_cast<int8_t>(byte));
       minimum = -(factors[1] * static_cast<float>(block.scales[1][i / Matrix::kGroup]));
     }
-    for (int64_t j = i; j < i + Matrix::kGroup; ++j)
+    for (int64_t j = i; j < i + Matrix::kGroup; ++j) {
+      const uint8_t code = Matrix::kForm.has_book ? Matrix::kBook.bytes[block.codes[j]] : block.codes[j];
       if constexpr (Matrix::kHasMinima)
-        out[j] = mul_add(block.codes[j], scale, minimum);
+        out[j] = mul_add(code, scale, minimum);
       else if constexpr (Matrix::kZero == 0)
-        out[j] = static_cast<float>(static_cast<int8_t>(block.codes[j])) * scale;
+        out[j] = static_cast<float>(static_cast<int8_t>(code)) * scale;
       else
-        out[j] = static_cast<float>(block.codes[j] - Matrix::kZero) * scale;
+        out[j] = static_cast<float>(code - Matrix::kZero) * scale;
+    }
   }
 }
 
