@@ -44,8 +44,8 @@ from . import fp8
 from .features import OutputHead
 from .rows import TokenRows
 from .setup import Setup, list_inputs, open_target
-from .state import refuse_changes
-from .target import FrozenTarget, LiveTarget, RowBatch, get_name, join_rows, make_batch, make_head
+from .state import name_source, refuse_changes
+from .target import FrozenTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
 KIND = "hidden-states"  # `kind` of the manifest
 REMAKE_HINT = "name another folder, or remove this one: it is then made again"
@@ -192,7 +192,7 @@ def write_states(
     wait = setup.accelerator.wait_for_everyone
     if not setup.accelerator.is_main_process:
         wait()  # until the main process has made the folder
-        _write_share(get_partial(folder), plan, open_target(setup), setup)
+        _write_share(get_partial(folder), plan, _open_writer(plan, setup), setup)
         wait()  # until all files are written
         wait()  # until the main process has renamed the folder
         return
@@ -204,7 +204,7 @@ def write_states(
     ) as partial:  # fmt: skip
         _start_folder(folder, partial, plan)
         wait()
-        target = open_target(setup)
+        target = _open_writer(plan, setup)
         _write_share(partial, plan, target, setup)
         _write_target(partial / TARGET_FILE, target)
         wait()
@@ -218,6 +218,13 @@ def write_states(
         )  # fmt: skip
     wait()
     logger.info("hidden states: they are in %s", folder)
+
+
+def _open_writer(plan: StatesPlan, setup: Setup) -> FrozenTarget:
+    """Open the target whose states are written."""
+    target = open_target(setup)
+    target.check_rows(plan.splits)
+    return target
 
 
 def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
@@ -262,7 +269,7 @@ def _is_complete(folder: Path, plan: StatesPlan, shard: StatesFile) -> bool:
     return mark.is_file() and path.is_file() and path.stat().st_size == plan.measure(shard)
 
 
-def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setup) -> None:
+def _write_share(folder: Path, plan: StatesPlan, target: FrozenTarget, setup: Setup) -> None:
     """Write this process's share of the missing files."""
     accelerator = setup.accelerator
     # Processes with shards of the target must read equally often.
@@ -290,7 +297,7 @@ def _write_share(folder: Path, plan: StatesPlan, target: LiveTarget, setup: Setu
 
 
 def _read_shard(
-    plan: StatesPlan, shard: StatesFile, target: LiveTarget, setup: Setup, num_reads: int
+    plan: StatesPlan, shard: StatesFile, target: FrozenTarget, setup: Setup, num_reads: int
 ) -> dict[str, Array]:
     """Return the states of a shard's rows; repeat its first row up to `num_reads` reads in all."""
     rows = plan.splits[shard.split]
@@ -299,6 +306,7 @@ def _read_shard(
     shard_rows = list(range(shard.first_row, shard.end_row))
     indices = shard_rows + [shard.first_row] * (num_reads - len(shard_rows))
     shard_start = int(rows.bounds[shard.first_row])
+    target.expect(rows, shard_rows)
     with torch.no_grad():
         size = setup.settings.batch_size
         for batch_start in range(0, len(indices), size):
@@ -325,7 +333,7 @@ def _store_states(arrays: dict[str, Array], name: str, tokens: slice, states: Te
     arrays[name][tokens] = to_array(states)
 
 
-def _write_target(path: Path, target: LiveTarget) -> None:
+def _write_target(path: Path, target: FrozenTarget) -> None:
     """Write the target's tables, which are read with its hidden states."""
     table = target.table
     tensors = {"embedding": table}
@@ -435,7 +443,8 @@ def open_states(
     option = setup.settings.hidden_states_dtype
     plan = make_plan(setup, splits, vocab_size, fp8.DTYPE if option == "fp8" else setup.dtype)
     types = {"--dtype": setup.dtype, DTYPE_FACT: option}
-    plan = dataclasses.replace(plan, facts={**types, **facts, **hashes})
+    facts = {**types, **name_source(setup.settings), **facts, **hashes}
+    plan = dataclasses.replace(plan, facts=facts)
     if not (folder / "manifest.json").is_file():
         write_states(folder, plan, setup, sources)
         gc.collect()  # frees the target, which may be large and has reference cycles

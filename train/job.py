@@ -57,7 +57,7 @@ def prepare_job(setup: Setup) -> TrainingJob:
     target_files: list[dict[str, Any]] = []
     if accelerator.is_main_process:
         data_files = [describe_file(f) for f in (settings.data, settings.eval_data) if f]
-        target_files = describe_target(settings.model_dir)
+        target_files = describe_target(settings.model_dir, list_part_files(setup))
         facts = collect_facts(
             settings, setup.dtype, accelerator.num_processes, target_files, data_files
         )
@@ -65,17 +65,29 @@ def prepare_job(setup: Setup) -> TrainingJob:
     accelerator.wait_for_everyone()
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
     train_rows, heldout_rows = load_rows(setup, state, vocab_size)
+    splits = {"train": train_rows, "heldout": heldout_rows}
     if target is None:
         from .hidden_states import open_states
 
         target = open_states(
-            setup, {"train": train_rows, "heldout": heldout_rows}, vocab_size,
-            [*target_files, *data_files], name_hashes(target_files, data_files),
+            setup, splits, vocab_size, [*target_files, *data_files],
+            name_hashes(target_files, data_files),
         )  # fmt: skip
+    else:
+        target.check_rows(splits)
     return TrainingJob(
         **vars(setup), state=state, target=target, train_rows=train_rows,
         heldout_rows=heldout_rows, target_files=target_files, data_files=data_files,
     )  # fmt: skip
+
+
+def list_part_files(setup: Setup) -> list[Path] | None:
+    """List the files of the target's parts that are read; None where it is loaded whole."""
+    if setup.settings.hidden_states_from is None:
+        return None
+    from .parts import PartsPlan
+
+    return PartsPlan(setup.settings.model_dir, setup.config).files
 
 
 def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> TrainableDrafter:

@@ -141,6 +141,9 @@ class Loop:
         batches = [
             self.load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
         ]
+        for coming_step in range(step - 1, min(step + 1, self.num_steps)):
+            for i in range(len(batches)):
+                self.target.expect(self.train_rows, self._choose_batch(coming_step, i))
         counts = torch.stack([self.drafter.count_labels(b.mask) for b in batches]).sum(0)
         num_tokens = counts.new_tensor([sum(sum(batch.lengths) for batch in batches)])
         totals = accelerator.reduce(torch.cat([counts, num_tokens]), reduction="sum")
@@ -188,11 +191,15 @@ class Loop:
 
     def load_batch(self, step: int, batch_index: int) -> RowBatch:
         """Return this process's rows of one batch of a step."""
+        row_indices = self._choose_batch(step, batch_index)
+        return make_batch(self.train_rows, row_indices, self.accelerator.device)
+
+    def _choose_batch(self, step: int, batch_index: int) -> list[int]:
+        """Return the indices of this process's rows of one batch of a step."""
         size = self.settings.batch_size
         start = step * self.rows_per_step + batch_index * size * self.accelerator.num_processes
         start += size * self.accelerator.process_index
-        row_indices = choose_rows(len(self.train_rows), self.settings.seed, start, size)
-        return make_batch(self.train_rows, row_indices, self.accelerator.device)
+        return choose_rows(len(self.train_rows), self.settings.seed, start, size)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure loss and accuracies on the held-out rows, shared among the processes."""
@@ -209,6 +216,7 @@ class Loop:
         unit_counts = torch.ones(self.drafter.num_positions, device=self.accelerator.device)
         sums: Tensor | float = 0.0
         self.model.eval()
+        self.target.expect(self.heldout_rows, process_rows)
         with torch.no_grad():
             for start in range(0, rows_per_process, size):
                 indices = process_rows[start : start + size]

@@ -68,6 +68,22 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "name a folder with --hidden-states-dir, or leave the type out",
     ),
     (
+        lambda s: s.hidden_states_layers is not None and s.hidden_states_from is None,
+        "--hidden-states-layers without --hidden-states-from: the target is run here",
+        "give the server or folder of the states, or leave the layers out",
+    ),
+    (
+        lambda s: s.hidden_states_from is not None and s.shard_target,
+        "--shard-target with --hidden-states-from: no layers are loaded that could be split",
+        "leave one of them out",
+    ),
+    (
+        lambda s: s.hidden_states_from and s.eval_prompts and not (s.sanity or s.plan),
+        "--hidden-states-from with --eval-prompts {eval_prompts}: an engine's acceptance needs the"
+        " target's layers, which are not loaded",
+        "give --eval-prompts 0, and measure the drafter where the target runs",
+    ),
+    (
         lambda s: s.muon_learning_rate is not None and s.optimizer != "muon",
         "--muon-learning-rate has no effect with --optimizer {optimizer}", "leave one of them out",
     ),

@@ -122,6 +122,16 @@ class TrainSettings:
         help="Type of the kept hidden states. auto: that of the computation; fp8: e4m3 with a scale"
         " for each token, half the disk of bfloat16.", choices=("auto", "fp8"),
     )  # fmt: skip
+    hidden_states_from: str | None = LARGE_TARGETS(
+        help="Take the target's hidden states from a vLLM server that extracts them, or from a"
+        " folder that it or speculators wrote; of --model-dir only configuration, tokenizer,"
+        " embedding, last norm and output layer are read. With --hidden-states-dir they are kept"
+        " there, else a server is asked in every epoch.", metavar="URL|FOLDER",
+    )  # fmt: skip
+    hidden_states_layers: str | None = LARGE_TARGETS(
+        help="vLLM's layer ids of the states that --hidden-states-from has, rising, such as"
+        " 2,16,29,32; if not given, those that the drafter reads and the last.", metavar="IDS",
+    )  # fmt: skip
     save_dtype: str = OUTPUT(
         "auto",
         help="Type of the written weights. auto: bfloat16 if the target has it, otherwise float32.",

@@ -13,7 +13,7 @@ from .settings import TrainSettings
 
 if TYPE_CHECKING:
     from .methods.base import TrainingMethod
-    from .target import LiveTarget
+    from .target import FrozenTarget
 
 DEFAULT_MAX_LENGTH = 2048
 
@@ -53,11 +53,19 @@ def prepare_setup(settings: TrainSettings, accelerator: Any) -> Setup:
     )
 
 
-def open_target(setup: Setup) -> LiveTarget:
+def open_target(setup: Setup) -> FrozenTarget:
     """Load the parts of the target that the method reads; all processes call this."""
+    settings, accelerator = setup.settings, setup.accelerator
+    if settings.hidden_states_from is not None:
+        from .extracted import open_extracted
+
+        return open_extracted(
+            settings, setup.config, setup.dtype, accelerator.device,
+            layers=setup.method.choose_layers(settings, setup.config),
+            with_head=setup.needs_head,
+        )  # fmt: skip
     from .target import load_target
 
-    settings, accelerator = setup.settings, setup.accelerator
     mesh = None
     if settings.shard_target:
         from torch.distributed.device_mesh import init_device_mesh
@@ -75,7 +83,10 @@ def open_target(setup: Setup) -> LiveTarget:
 
 def list_inputs(settings: TrainSettings) -> list[Path]:
     """List the local folders and files that are read, which --force may not replace."""
-    return list_local(settings.model_dir, settings.data, settings.eval_data, settings.start_from)
+    return list_local(
+        settings.model_dir, settings.data, settings.eval_data, settings.start_from,
+        settings.hidden_states_from,
+    )  # fmt: skip
 
 
 def choose_max_length(settings: TrainSettings, config: Any) -> int:

@@ -30,7 +30,8 @@ from .settings import TrainSettings
 UNCOMPARED_SETTINGS = frozenset(
     "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
     " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity plan"
-    " push_to_hub shard_target hidden_states_dir resume force json".split()
+    " push_to_hub shard_target hidden_states_dir hidden_states_from hidden_states_layers resume"
+    " force json".split()
 )
 
 FULL_DISK_HINT = "make room on its disk, then continue with --resume"
@@ -192,7 +193,13 @@ def collect_facts(
     }
     facts["--dtype"] = dtype
     facts["number of processes"] = num_processes
+    facts |= name_source(settings)
     return facts | name_hashes(target_files, data_files)
+
+
+def name_source(settings: TrainSettings) -> dict[str, str]:
+    """Return the fact that hidden states are another program's, where they are."""
+    return {} if settings.hidden_states_from is None else {"--hidden-states-from": "given"}
 
 
 def name_hashes(

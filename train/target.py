@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import json
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ class FrozenTarget(abc.ABC):
             hidden_size=int(weight.shape[1]), vocab_size=int(weight.shape[0]),
             embedding_scale=find_embedding_scale(config),
         )  # fmt: skip
+
+    def check_rows(self, splits: Mapping[str, TokenRows]) -> None:
+        """Raise SpecDecError where it cannot read the rows; only some targets can know before."""
+        return
+
+    def expect(self, rows: TokenRows, indices: list[int]) -> None:
+        """Prepare for these rows, which are read soon; only some targets take their time."""
+        return
 
     @abc.abstractmethod
     def find_states(self, batch: RowBatch) -> tuple[Tensor, ...]:
@@ -140,14 +149,19 @@ class LiveTarget(FrozenTarget):
             hidden, *_ = self._run(tokens)
             expected = self.whole_model(input_ids=tokens, use_cache=False).logits.float()
             logits = self.head.compute_logits(hidden)
-        error = float((logits - expected).abs().max())
-        if error > 0.02 * float(expected.abs().max()):
-            raise SpecDecError(
-                f"{self.name}: its logits differ by up to {error:.3g} from its output layer's of"
-                " the last hidden state, and how it changes them is not known",
-                "train a drafter that does without the target's output layer: --method redrafter"
-                " with --self-distillation 0",
-            )
+        compare_logits(self.name, logits, expected)
+
+
+def compare_logits(name: str, logits: Tensor, expected: Tensor) -> None:
+    """Raise SpecDecError where a target's logits are not those of its `OutputHead`."""
+    error = float((logits - expected).abs().max())
+    if error > 0.02 * float(expected.abs().max()):
+        raise SpecDecError(
+            f"{name}: its logits differ by up to {error:.3g} from its output layer's of"
+            " the last hidden state, and how it changes them is not known",
+            "train a drafter that does without the target's output layer: --method redrafter"
+            " with --self-distillation 0",
+        )
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
@@ -287,8 +301,13 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
     return tokenizer
 
 
-def describe_target(model_dir: str) -> list[dict[str, Any]]:
-    """List the files of a target that has been loaded, with their sha256; a Hub id's are cached."""
+def describe_target(
+    model_dir: str, weight_files: Iterable[Path] | None = None
+) -> list[dict[str, Any]]:
+    """List the files of a target that has been loaded, with their sha256; a Hub id's are cached.
+
+    weight_files: those that are read, where not all are.
+    """
     if (file := find_gguf(model_dir)) is not None:
         return [describe_file(shard) for shard in list_parts(file)]
     folder = Path(model_dir)
@@ -296,11 +315,17 @@ def describe_target(model_dir: str) -> list[dict[str, Any]]:
         from transformers.utils import cached_file
 
         folder = Path(str(cached_file(model_dir, "config.json"))).parent
-    names = {"config.json", "tokenizer.json", "tokenizer.model"}
-    for index in folder.glob("*.index.json"):
-        weights = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-        names.update(weights.values())
-    names.update(p.name for p in folder.glob("model*.safetensors"))
-    if not any(name.endswith(".safetensors") for name in names):
-        names.update(p.name for p in folder.glob("pytorch_model*.bin"))
+    if weight_files is None:
+        weight_files = _list_weight_files(folder)
+    names = {"config.json", "tokenizer.json", "tokenizer.model", *(f.name for f in weight_files)}
     return [describe_file(folder / n) for n in sorted(names) if (folder / n).is_file()]
+
+
+def _list_weight_files(folder: Path) -> list[Path]:
+    """List the files of a folder's weights: safetensors, or torch's where there are none."""
+    names = {path.name for path in folder.glob("model*.safetensors")}
+    for index in folder.glob("*.index.json"):
+        names.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    if not any(name.endswith(".safetensors") for name in names):
+        names.update(path.name for path in folder.glob("pytorch_model*.bin"))
+    return [folder / name for name in names]
