@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from specdec import Event
 from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogprob
+from specdec.text.answer_parser import Delta, Parser
 
 from .metrics import FINISH_REASONS, describe_jobs
-from .parsing import Delta, Parser
 from .protocol import EVENT_STREAM, BadRequest, describe_error
 from .scheduler import Job
 from .schema import GenerationBody

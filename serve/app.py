@@ -29,11 +29,12 @@ from specdec.decode.requests import Request as InferenceRequest
 from specdec.errors import summarize
 from specdec.files.reading import parse_json
 from specdec.system import logs
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import NO_FORMATS, ChatFormats
 
 from .answers import ChatAnswer, Choice, CompletionAnswer, EndpointAnswer
 from .body_reading import check_model, read_body
 from .errors import FailedRequest, answer_error, answer_http, explain
-from .formats import NO_FORMATS, ChatFormats
 from .messages import CountBody, MessagesAnswer, MessagesBody
 from .metrics import Metrics
 from .ollama import (
@@ -44,7 +45,6 @@ from .ollama import (
     ShowBody,
     describe_version,
 )
-from .parsing import Parser
 from .protocol import EVENT_STREAM, EVENTS, BadRequest
 from .requests import find_starts, make_requests
 from .response_body import ResponseBody

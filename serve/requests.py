@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.decode.requests import Request
 from specdec.errors import summarize
+from specdec.text.call_formats import ChatFormats
+from specdec.text.call_messages import write_messages
 from specdec.text.prompts import ONLY, read_bias
 from specdec.text.text_stream import read_stream
 
 from .conversation import list_unread_fields, read_messages
-from .formats import ChatFormats
 from .grammars import find_grammar
 from .protocol import BadRequest
 from .schema import (
@@ -26,7 +27,7 @@ from .schema import (
     is_prompt,
     is_text,
 )
-from .tools import Calling, GrammarWriter, write_messages
+from .tools import Calling, GrammarWriter
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
 
@@ -169,15 +170,16 @@ def _read_conversation(
     messages, ignored = read_messages(body)
     template = str(engine.tokenizer.chat_template or "")
     variables = {name: value for name, (_, value) in body.list_variables().items()}
+    tools = calling.tools if calling is not None else ()
     prompt: dict[str, Any] = {
-        "messages": write_messages(messages, template, calling, formats),
+        "messages": write_messages(messages, template, tools, formats),
         **body.list_template_settings(),
         "chat_template_kwargs": variables,
     }
     paths = {name: path for name, (path, _) in body.list_variables().items()}
     ignored += list_unread_fields(prompt, engine.tokenizer, body.source, paths)
-    if calling is not None and formats.reads_tools:
-        variables["tools"] = list(calling.tools)
+    if tools and formats.reads_tools and not formats.use.is_field:
+        variables[formats.use.tools_variable] = list(tools)
     settings = {"max_output_len": limit, "logprobs": body.num_top_logprobs}
     return BodyInputs([prompt], settings, limit_param, ignored)
 

@@ -24,10 +24,10 @@ from specdec.errors import summarize
 from specdec.options import get_flags
 from specdec.system import logs
 from specdec.system.http_client import SERVER_KEY_VARIABLE, read_key
+from specdec.text.call_probe import choose_formats
 
 from .access import MAX_HEADER_BYTES, AccessControl
 from .app import Endpoints
-from .formats import ChatFormats
 from .metrics import Metrics
 from .ollama import ModelCard
 from .protocol import Connection
@@ -125,7 +125,7 @@ class EngineServer:
         self.scheduler = JobScheduler(
             engine, max_queue=settings.max_queue, watcher=metrics, on_lost=self._end
         )
-        formats = ChatFormats.choose(
+        formats = choose_formats(
             settings.tool_call_parser, settings.reasoning_parser, engine.tokenizer
         )
         abilities = ["completion", *(["tools"] if formats.can_call else []),

@@ -8,8 +8,7 @@ from pathlib import Path
 from specdec.decode.settings import DecodeSettings
 from specdec.methods import list_options
 from specdec.options import add_options, like, option_group
-
-from .formats import AUTO, NO_FORMAT, REASONING_FORMATS, TOOL_FORMATS
+from specdec.text.call_formats import AUTO, NO_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 
 ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")
@@ -38,7 +37,7 @@ class ServeSettings:
     tool_call_parser: str = ENGINE(
         AUTO,
         choices=(AUTO, NO_FORMAT, *TOOL_FORMATS),
-        help="How the model writes tool calls; auto goes by its chat template.",
+        help="How the model writes tool calls; auto finds it by its chat template.",
     )
     reasoning_parser: str = ENGINE(
         AUTO,

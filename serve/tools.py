@@ -15,19 +15,15 @@ from typing import Any, NamedTuple
 
 from specdec.decode.requests import Request
 from specdec.errors import shorten
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
 from specdec.text.grammar import space_schema
 from specdec.text.schemas import describe_faults, fit_schema
 
-from .formats import ChatFormats, ReasoningFormat, ToolFormat
-from .parsing import Parser
 from .protocol import BadRequest, refuse
 from .schema import ConversationBody
 
 NAME = re.compile(r"[\w.:/-]{1,200}")
-_INTRODUCTION = """You can call functions. To do so, answer with nothing but a JSON list of calls:
-[{"name": "...", "arguments": {...}}]
-These are the functions, with the JSON schemas of their arguments:
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,70 +198,6 @@ def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:
     )
 
 
-def write_messages(
-    messages: Sequence[Mapping[str, Any]], template: str, calling: Calling | None,
-    formats: ChatFormats,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a conversation in the chat template's form, without empty fields.
-
-    messages: of `read_messages`. For a template without tools, tools and calls become text of
-    other messages.
-    """
-    written_messages = [_clean_message(message, template) for message in messages]
-    if not formats.as_text:
-        return written_messages
-    written_messages = _write_calls_as_text(written_messages)
-    if calling is not None:
-        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in calling.tools]
-        text = _INTRODUCTION + "\n".join(functions)
-        if written_messages[0]["role"] == "system":
-            text = f"{written_messages.pop(0)['content'] or ''}\n\n{text}"
-        written_messages.insert(0, {"role": "system", "content": text})
-    return written_messages
-
-
-def _clean_message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Return a message without empty fields, of a role that the template knows."""
-    fields = {key: value for key, value in message.items() if value is not None and value != []}
-    fields.setdefault("content", None if "tool_calls" not in fields else "")
-    if fields["role"] == "developer" and "developer" not in template:
-        fields["role"] = "system"
-    return fields
-
-
-def _write_calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls as text, and all results behind a call as one message of the user."""
-    written_messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # function names by the ids of their calls
-    result = None  # the message that holds the results so far
-    for message in messages:
-        if calls := message.pop("tool_calls", None):
-            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
-            message["content"] = message["content"] or _write_calls(calls)
-        if message["role"] != "tool":
-            result = None
-            written_messages.append(message)
-            continue
-        name = names.get(str(message.get("tool_call_id")), "the function")
-        text = f"Result of {name}: {message['content'] or ''}"
-        if result is not None:
-            result["content"] += f"\n{text}"
-        else:
-            result = {"role": "user", "content": text}
-            written_messages.append(result)
-    return written_messages
-
-
-def _write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the JSON list that the introduction asks for."""
-    texts = []
-    for call in calls:
-        arguments = call["function"].get("arguments") or "{}"
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        texts.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {text}}}')
-    return f"[{', '.join(texts)}]"
-
-
 def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
     """Return whether an answer begins with reasoning: True, None for perhaps, False."""
     end = prompt.rstrip()
@@ -401,7 +333,7 @@ class GrammarWriter:
     def _write_literal(self, text: str) -> str:
         """Return a text in Lark's syntax, in which markers that are single tokens stay tokens."""
         literals = []
-        for piece in filter(None, re.split(r"(\[[A-Z_/]+\]|</?\w+>|<\|\w+\|>)", text)):
+        for piece in filter(None, re.split(r"(\[[A-Z_/]+\]|<[^<>\s]+>)", text)):
             token = self._tokenizer.convert_tokens_to_ids(piece)
             is_token = piece in self._tokenizer.get_added_vocab()
             literals.append(f"<[{token}]>" if is_token else _quote(piece))

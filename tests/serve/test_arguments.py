@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specdec.serve.arguments import read_argument
-from specdec.serve.formats import TOOL_FORMATS
-from specdec.serve.parsing import Parser
+from specdec.text.answer_parser import Parser
+from specdec.text.call_arguments import read_argument
+from specdec.text.call_formats import TOOL_FORMATS
 
 TEXT, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
 DEFINITIONS: dict[str, Any] = {

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 from specdec import Event
 from specdec.decode.requests import Request
 from specdec.serve.answers import ChatAnswer, Choice, EndpointAnswer
-from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
-from specdec.serve.parsing import Parser
 from specdec.serve.response_body import ResponseBody
 from specdec.serve.responses import ResponseAnswer
 from specdec.serve.schema import ChatBody
 from specdec.serve.tokens import TokenTable
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS
 from specdec.text.text_stream import TextStream
 from tests.conftest import ROOT
 from tests.serve.test_tools import join, without_ids

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS
-from specdec.serve.parsing import Parser
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS
 
 SCHEMAS = {
     "f": {"properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},

@@ -15,10 +15,10 @@ from pydantic import BaseModel, TypeAdapter
 
 from specdec.decode.loop import Batch
 from specdec.serve.body_reading import read_body
-from specdec.serve.formats import TOOL_FORMATS, ChatFormats
 from specdec.serve.grammars import find_grammar
 from specdec.serve.response_body import ResponseBody
 from specdec.serve.tools import read_calling
+from specdec.text.call_formats import TOOL_FORMATS, ChatFormats, TemplateUse
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_http import round_all
 from tests.serve.test_tools import ADD, CHAT, check_call
@@ -215,7 +215,9 @@ def test_items_become_messages() -> None:
         {"role": "tool", "tool_call_id": "2", "content": "p"},
     ]  # fmt: skip
     assert paths == ["instructions", *(f"input.{at}" for at in (0, 1, 3, 6, 7))]
-    calling = read_calling(body, ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True))
+    calling = read_calling(
+        body, ChatFormats(TOOL_FORMATS["hermes"], None, use=TemplateUse("tools"))
+    )
     assert calling is not None
     assert calling.tools[0] == {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert (calling.schemas.keys(), calling.is_forced) == ({"f"}, False)

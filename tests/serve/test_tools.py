@@ -17,11 +17,12 @@ from specdec import Event
 from specdec.decode.requests import Request
 from specdec.decode.settings import DecodeSettings
 from specdec.serve.answers import Choice
-from specdec.serve.formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
-from specdec.serve.parsing import Parser
 from specdec.serve.protocol import BadRequest
 from specdec.serve.schema import ChatBody
-from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling, write_messages
+from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats, TemplateUse
+from specdec.text.call_messages import write_messages
 from specdec.text.encoding import encode_prompt
 from specdec.text.grammar import write_choice
 from specdec.text.prompts import Prompt
@@ -40,8 +41,8 @@ PATH = "/v1/chat/completions"
 TEMPLATE = (
     "{% for t in tools or [] %}T:{{ t['function']['name'] }}{{ '\\n' }}{% endfor %}"
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
-    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
-    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}{# </think> #}"
+    "{% for c in m['tool_calls'] %}<tool_call>\n{{ c['function'] | tojson }}\n</tool_call>"
+    "{% endfor %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}{# </think> #}"
 )
 
 
@@ -317,7 +318,7 @@ def test_the_template_gets_tools_and_calls(url: str, tokenizer_dir: Path) -> Non
     ]  # fmt: skip
     text = read_prompt(url, tokenizer_dir, messages=history, tools=[ADD])
     expected = (
-        'T:add\nsystem:d\nuser:hi\nassistant:<tool_call>{"name": "add", "arguments": {"a": 1}}'
+        'T:add\nsystem:d\nuser:hi\nassistant:<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
     )
     assert text == f"{expected}</tool_call>\ntool:22\na:"
     told = post(url, "/tokenize", messages=history, tools=[ADD])
@@ -342,8 +343,9 @@ def test_arguments_are_texts_where_the_template_wants_texts(tokenizer_dir: Path)
     assert encode_prompt(prompt, settings, tokenizer)[0] == 'x{"a": 1}!'
 
 
-NO_FORMAT = ChatFormats(None, None, reads_tools=True)
-HERMES = ChatFormats(TOOL_FORMATS["hermes"], None, reads_tools=True)
+READS = TemplateUse("tools")
+NO_FORMAT = ChatFormats(None, None, use=READS)
+HERMES = ChatFormats(TOOL_FORMATS["hermes"], None, use=READS)
 REFUSED: list[tuple[dict[str, Any], ChatFormats, str, str]] = [
     ({"tools": {"a": 1}}, HERMES, "tools", "not a list"),
     ({"tools": [{"type": "web_search"}]}, HERMES, "tools", "tools.0.type is 'web_search'"),
@@ -391,38 +393,19 @@ def test_refusals_of_a_server(url: str) -> None:
         assert message in answer.json()["error"]["message"]
 
 
-def test_the_format_follows_from_the_template(tokenizer_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    for template, tools, reasoning in (
-        ("{{ tools }} <tool_call></tool_call> </think>", "hermes", "qwen3"),
-        ("{{ tools }} <tool_call><function=...></tool_call>", "qwen3_coder", None),
-        ("{{ tools }} [TOOL_CALLS] [ARGS] [THINK][/THINK]", "mistral", "mistral"),
-        ("{{ tools }} [TOOL_CALLS][", "mistral_list", None),
-        ('{{ tools }} {"name": function name, "parameters": ...}', "llama3_json", None),
-        ("{{ tools }} <tool_call>{{ name }}<arg_key>", None, None),
-        ("{{ tools }}", None, None),
-    ):
-        tokenizer.chat_template = template
-        found = ChatFormats.choose("auto", "auto", tokenizer)
-        assert found.tools is (tools and TOOL_FORMATS[tools])
-        assert found.reasoning is (reasoning and REASONING_FORMATS[reasoning])
-        assert found.reads_tools
-        given = ChatFormats.choose("json", "none", tokenizer)
-        assert (given.tools, given.reasoning) == (TOOL_FORMATS["json"], None)
-
-
 def test_tools_as_text() -> None:
     """For a chat template that reads none."""
     formats = ChatFormats(TOOL_FORMATS["json"])
     calling = read_calling(ChatBody(tools=[SAY]), formats)
     call = {"id": "1", "type": "function", "function": {"name": "say.it", "arguments": "{}"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be kind."}, *CHAT,
         {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "2"}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
         {"role": "tool", "tool_call_id": "2", "content": "y"},
     ]  # fmt: skip
-    first, *rest = write_messages(messages, "", calling, formats)
+    assert calling is not None
+    first, *rest = write_messages(messages, "", calling.tools, formats)
     assert first["content"].startswith("Be kind.\n\nYou can call functions.")
     assert json.loads(first["content"].splitlines()[-1]) == SAY["function"]
     told = '{"name": "say.it", "arguments": {}}'
@@ -474,7 +457,7 @@ def test_grammars(
     if has_tokens:
         tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
         tokenizer.add_tokens(["[TOOL_CALLS]", "[ARGS]"], special_tokens=True)
-    formats = ChatFormats(TOOL_FORMATS[name], None, True)
+    formats = ChatFormats(TOOL_FORMATS[name], None, READS)
     schemas = {"say.it": SAY["function"]["parameters"]}
     calling = Calling([SAY], schemas, **given)
     written = GrammarWriter(tokenizer).write(calling, formats, None, "")
@@ -538,7 +521,7 @@ def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
 
 
 def test_markers_are_put_in_where_no_text_has_them() -> None:
-    formats = ChatFormats(TOOL_FORMATS["mistral"], None, True, {1: "[TOOL_CALLS]"})
+    formats = ChatFormats(TOOL_FORMATS["mistral"], None, READS, {1: "[TOOL_CALLS]"})
     calling = read_calling(ChatBody(tools=[ADD]), formats)
     request = Request(index=0, input_text="", input_ids=[1], max_output_len=9, end_ids=frozenset())
     shown = dataclasses.replace(request, form=TextForm(skips_special=False))

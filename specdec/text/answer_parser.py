@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .arguments import read_argument
-from .formats import FUNCTION, ReasoningFormat, ToolFormat
+from .call_arguments import read_argument
+from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -31,9 +31,10 @@ _NAME = re.compile(r"([^\s\[\]{}<>]+)((?:\[CALL_ID\][^\s\[\]{}<>]+)?(?:\[ARGS\])
 _NAME_SO_FAR = re.compile(r"([^\s\[\]{}<>]+)((?:\[[^\s{}<>]*)?\s*)")
 # An object's first key and, where it is a text, its value, as far as they have come.
 _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
-_NO_NAME = re.compile(r"[\s{}<>]|.{200}")  # ends a tool's name, or shows that it is none
+_NAME_LETTERS = re.compile(f"{NAME_LETTERS}*")
 # Outside of texts: quotation marks, brackets, and characters that JSON cannot have.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s:,.+-]')
+_CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
 _TEXT_END = re.compile(r'["\\]')
 
 
@@ -147,6 +148,8 @@ class Parser:
         if form.is_bare or not self._needs_marker:
             yield from self._read_bare(form)
             markers += [form.inner] if form.inner and not self._needs_marker else []
+        if self._needs_marker and form.is_bare and form.tags is not None:
+            markers = []  # a grammar writes calls as JSON alone
         while markers and (marker := (yield from self._copy(*markers))):
             yield from self._read_marked(form, marker)
 
@@ -238,12 +241,35 @@ class Parser:
 
         is_bare: whether the marker is missing; a call must then name a tool of the request.
         """
-        position = yield from self._skip(position)
-        if (yield from self._has(position, FUNCTION)):
-            end: int | None = yield from self._read_function(position + len(FUNCTION), is_bare)
-        else:
+        end: int | None = None
+        while True:
+            position = yield from self._skip(position)
+            call_end = yield from self._read_wrapped(form, position, is_bare)
+            if call_end is None:
+                if end is not None and self._is_cut and self._has_run_out:
+                    return len(self._text)  # half a call behind a whole one
+                break
+            position = end = call_end
+            if not form.call_begin:
+                break
+        if end is None and (form.is_wrapped or not form.call_begin):
             end = yield from self._read_written(form, position)
         return end if end is None else (yield from self._read_end(form.end, end))
+
+    def _read_wrapped(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
+        """Read one call between its own markers; return its end, None for another form of calls."""
+        if not (form.name_pattern or form.call_begin):
+            return None
+        if not (yield from self._has(position, form.call_begin)):
+            return None
+        position = yield from self._skip(position + len(form.call_begin))
+        if not form.name_pattern:
+            end = yield from self._read_object(position, is_bare)
+        elif self._text[position : position + 1] in ("[", "{"):
+            return None
+        else:
+            end = yield from self._read_function(form, position, is_bare)
+        return end if end is None else (yield from self._read_end(form.call_end, end))
 
     def _read_written(
         self, form: ToolFormat, position: int, *, is_bare: bool = False
@@ -268,9 +294,9 @@ class Parser:
             letter = self._text[position : position + 1]
             if letter in (",", ";", "]"):
                 end = position + 1
-            if letter not in (",", ";"):
+            if letter not in (",", ";", "{") or (letter == "{" and is_bare):
                 return end
-            position = yield from self._skip(position + 1)
+            position = yield from self._skip(position + (letter != "{"))
 
     def _read_object(self, position: int, is_bare: bool) -> Reading[int | None]:
         """Read the JSON of a call; a bare one must name a tool of the request."""
@@ -317,22 +343,25 @@ class Parser:
             call = json.loads(text)
         except (ValueError, RecursionError):
             return False
+        name_key = self._format.name_key if self._format is not None else "name"
         call = call["function"] if isinstance(call.get("function"), dict) else call
+        name = call.get(name_key, call.get("name"))
         values = [call[key] for key in ("arguments", "parameters") if key in call]
-        if not isinstance(call.get("name"), str) or (
-            is_bare and (call["name"] not in self._schemas or not values)
-        ):
+        if not isinstance(name, str) or (is_bare and (name not in self._schemas or not values)):
             return False
-        arguments = values[0] if values else None
-        if not isinstance(arguments, str):
-            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-        self._begin_call(call["name"])
-        self._add_arguments(arguments)
+        self._begin_call(name)
+        self._add_arguments(_write_arguments(values[0] if values else None))
         return True
 
-    def _read_arguments(self, name: str, position: int, depth: int) -> Reading[int]:
-        """Read arguments and the `depth` closing brackets behind them; return their end."""
-        self._begin_call(name)
+    def _read_arguments(
+        self, name: str, position: int, depth: int, *, begins: bool = True
+    ) -> Reading[int]:
+        """Read arguments and the `depth` closing brackets behind them; return their end.
+
+        begins: whether the call has to be begun.
+        """
+        if begins:
+            self._begin_call(name)
         scan, is_over = JsonScan(position), False
         while not is_over:
             is_over = scan.run(self._text)
@@ -369,46 +398,61 @@ class Parser:
             return name is not None and "[" in name[2]
         return name is not None or position == len(self._text)
 
-    def _read_function(self, position: int, is_bare: bool) -> Reading[int | None]:
-        """Read a call of Qwen3-Coder's: <function=NAME>, parameters as tags, </function>."""
-        name = yield from self._read_name(position, is_bare)
-        if not name:
+    def _read_function(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
+        """Read a call that is a name and then its arguments; return their end, None for no call."""
+        head = yield from self._read_name(form, position, is_bare)
+        if head is None:
             return None
-        self._begin_call(name)
-        position, prefix = position + len(name) + 1, "{"
+        self._begin_call(head[1])
+        if form.tags is None:
+            start = yield from self._skip(head.end())
+            return (yield from self._read_arguments(head[1], start, depth=0, begins=False))
+        return (yield from self._read_tags(form, form.tags, head[1], head.end()))
+
+    def _read_tags(self, form: ToolFormat, tags: TagForm, name: str, position: int) -> Reading[int]:
+        """Read arguments that are texts between tags; return the end of the last one."""
+        prefix = "{"
         while True:
             position = yield from self._skip(position)
-            if not (yield from self._has(position, "<parameter=")):
+            if not (yield from self._has(position, tags.key_begin)):
                 break
-            close = yield from self._find(">", position)
-            end = yield from self._find("</parameter>", close + 1)
-            if close < 0 or end < 0:
+            key_start = position + len(tags.key_begin)
+            key_end = yield from self._find(tags.key_end, key_start)
+            start = yield from self._find(tags.value_begin, key_end + len(tags.key_end))
+            start += len(tags.value_begin)
+            end = yield from self._find(tags.value_end, start)
+            if key_end < 0 or start < len(tags.value_begin) or end < 0:
                 return self._cut_function(prefix)
-            key, text = (
-                self._text[position + len("<parameter=") : close],
-                self._text[close + 1 : end],
-            )
-            text = text.removeprefix("\n").removesuffix("\n")
+            key = self._text[key_start:key_end].strip()
+            text = _clean_value(self._text[start:end], tags)
             value = read_argument(text, key, self._schemas.get(name))
             self._add_arguments(f"{prefix}{json.dumps(key)}: {value}")
-            prefix, position = ", ", end + len("</parameter>")
-        if (yield from self._has(position, "</function>")):
-            position += len("</function>")
-        elif any(tag.startswith(self._text[position:]) for tag in ("<parameter=", "</function>")):
+            prefix, position = ", ", end + len(tags.value_end)
+        closing = form.call_end or form.end
+        if not (yield from self._has(position, closing)) and any(
+            tag.startswith(self._text[position:]) for tag in (tags.key_begin, closing)
+        ):
             return self._cut_function(prefix)
         self._add_arguments("{}" if prefix == "{" else "}")
         return position
 
-    def _read_name(self, position: int, is_bare: bool) -> Reading[str | None]:
-        """Read a name up to ">"; return None for no name, or for a bare call of no known tool."""
+    def _read_name(
+        self, form: ToolFormat, position: int, is_bare: bool
+    ) -> Reading[re.Match[str] | None]:
+        """Read a name and what stands between it and the arguments; None for no name.
+
+        A bare call must name a tool of the request.
+        """
         while True:
-            close = self._text.find(">", position)
-            name = self._text[position:] if close < 0 else self._text[position:close]
-            is_name = not is_bare or is_a_beginning(name, self._schemas, close >= 0)
-            if not is_name or _NO_NAME.search(name):
+            head = form.name_regex.match(self._text, position)
+            if head is not None:
+                return head if not is_bare or head[1] in self._schemas else None
+            letters = _NAME_LETTERS.match(self._text, position)
+            assert letters is not None
+            rest = self._text[letters.end() :]
+            may_be_named = not is_bare or is_a_beginning(letters[0], self._schemas, bool(rest))
+            if not may_be_named or not _may_begin(rest, form) or len(letters[0]) > MAX_NAME:
                 return None
-            if close >= 0:
-                return name
             if self._is_over:
                 self._has_run_out = True
                 return None
@@ -484,6 +528,28 @@ def make_id(form: ToolFormat | None) -> str:
 def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:
     """Return whether a text is one of several words, or begins one where it is not whole."""
     return any(text == word if is_whole else word.startswith(text) for word in words)
+
+
+def _write_arguments(arguments: Any) -> str:
+    """Return a call's arguments as JSON, which may be a text that is JSON already."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+
+
+def _clean_value(text: str, tags: TagForm) -> str:
+    """Return an argument's text without the line breaks and the section that a template adds."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    section = _CDATA.fullmatch(text) if tags.has_cdata else None
+    return section[1] if section is not None else text
+
+
+def _may_begin(text: str, form: ToolFormat) -> bool:
+    """Return whether a text may begin what stands between a name and its arguments."""
+    letters = "".join(text.split())
+    expected = "".join(form.name_text.split()) + ("" if form.tags is not None else "{")
+    has_wildcard = "[" in form.name_pattern
+    return expected.startswith(letters) or (has_wildcard and len(text) <= len(expected) + MAX_NAME)
 
 
 def _read_json_text(letters: str) -> str | None:
