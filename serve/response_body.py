@@ -37,6 +37,11 @@ HOSTED = (
     "web_search", "web_search_preview", "local_shell", "shell", "apply_patch", "custom",
     "tool_search",
 )  # fmt: skip
+# Calls among a conversation's items, by the key of their arguments, and the items of their results.
+CALL_ITEMS = {
+    "function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
+}  # fmt: skip
+OUTPUT_ITEMS = tuple(f"{name}_output" for name in CALL_ITEMS)
 NAMESPACE = "namespace"  # type of a tool that holds functions
 NOT_STORED: Check = (
     lambda v: False, "left out: nothing is stored, so send the whole conversation as input"
@@ -176,7 +181,7 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
             thoughts.append(_read_reasoning(item, path))
             continue
         message = _read_item(item, item_type, path)
-        if item_type == "function_call" and turns and turns[-1][1]["role"] == "assistant":
+        if item_type in CALL_ITEMS and turns and turns[-1][1]["role"] == "assistant":
             turns[-1][1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
         if thoughts and message["role"] == "assistant":
@@ -191,18 +196,27 @@ def _read_item(item: Mapping[str, Any], item_type: Any, path: str) -> Message:
     """Convert one item to a message."""
     if item_type == "message":
         return {"role": item.get("role"), "content": _read_text(item.get("content"), path)}
-    if item_type == "function_call":
-        name = item.get("name")
-        if not isinstance(name, str):
-            raise refuse(f"{path}.name", f"is {shorten(name)}, not a text")
-        function = {"name": name, "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if item_type == "function_call_output":
+    if item_type in CALL_ITEMS:
+        return _read_call(item, item_type, path)
+    if item_type in OUTPUT_ITEMS:
         text = _read_text(item.get("output"), path)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     reason = "nothing is stored" if item_type == "item_reference" else "it is not supported"
     raise refuse(path, f"is of type {shorten(item_type)}: {reason}")
+
+
+def _read_call(item: Mapping[str, Any], item_type: str, path: str) -> Message:
+    """Convert a call to a message, also one of a tool that the client's host runs."""
+    name = item.get("name", item_type.removesuffix("_call"))
+    if not isinstance(name, str):
+        raise refuse(f"{path}.name", f"is {shorten(name)}, not a text")
+    key = CALL_ITEMS[item_type]
+    arguments = {key: item.get(key)} if key == "input" else item.get(key)
+    call = {
+        "id": item.get("call_id"), "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }  # fmt: skip
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _read_reasoning(item: Mapping[str, Any], path: str) -> str:

@@ -79,9 +79,11 @@ def _write_calls_as_text(
     names: dict[str, str] = {}  # function names by the ids of their calls
     result = None  # the message that holds the results so far
     for message in messages:
-        if calls := message.pop("tool_calls", None):
+        calls = message.pop("tool_calls", None) if message["role"] == "assistant" else None
+        if calls:
             names |= {str(call.get("id")): call["function"]["name"] for call in calls}
-            message["content"] = message["content"] or _write_calls(calls, form)
+            texts = (message["content"], _write_calls(calls, form))
+            message["content"] = "\n".join(filter(None, texts))
         if message["role"] != "tool" or not moves_results:
             result = None
             written_messages.append(message)

@@ -227,6 +227,27 @@ def test_items_become_messages() -> None:
     assert body.list_ignored() == ["store"]
 
 
+def test_items_of_tools_that_the_clients_host_runs_are_calls_and_results() -> None:
+    """As a conversation has them that another model began."""
+    action = {"type": "exec", "command": ["ls"]}
+    body = read_body(ResponseBody, {"input": [
+        {"role": "user", "content": "u"},
+        {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "local_shell_call", "call_id": "2", "action": action, "status": "completed"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "Done"},
+        {"type": "local_shell_call_output", "call_id": "2", "output": "a.txt"},
+    ]})  # fmt: skip
+    _, asked, *results = (message for _, message in body.list_turns())
+    assert (asked["role"], asked["content"]) == ("assistant", None)
+    assert [(call["id"], call["function"]) for call in asked["tool_calls"]] == [
+        ("1", {"name": "apply_patch", "arguments": {"input": "*** Begin"}}),
+        ("2", {"name": "local_shell", "arguments": action}),
+    ]
+    assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [
+        ("tool", "1", "Done"), ("tool", "2", "a.txt"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [

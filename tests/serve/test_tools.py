@@ -400,7 +400,7 @@ def test_tools_as_text() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "say.it", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be kind."}, *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "2"}]},
+        {"role": "assistant", "content": "Look:", "tool_calls": [call, {**call, "id": "2"}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
         {"role": "tool", "tool_call_id": "2", "content": "y"},
     ]  # fmt: skip
@@ -410,7 +410,7 @@ def test_tools_as_text() -> None:
     assert json.loads(first["content"].splitlines()[-1]) == SAY["function"]
     told = '{"name": "say.it", "arguments": {}}'
     assert rest == [
-        *CHAT, {"role": "assistant", "content": f"[{told}, {told}]"},
+        *CHAT, {"role": "assistant", "content": f"Look:\n[{told}, {told}]"},
         {"role": "user", "content": "Result of say.it: x\nResult of say.it: y"},
     ]  # fmt: skip
 
