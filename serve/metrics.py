@@ -26,11 +26,16 @@ COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked for in the cache.",
     "prefix_cache_hits": "Prompt tokens taken from the cache.",
+    "session_restored_tokens": "Prompt tokens taken from --session-dir.",
+    "session_written_tokens": "Tokens whose keys and values were written to --session-dir.",
+    "session_failed_writes": "Blocks of --session-dir that could not be written.",
+    "session_damaged_blocks": "Blocks of --session-dir that were damaged, and removed.",
     "num_preemptions": "Requests that lost their row to others; none ever do.",
 }
 GAUGES = {
     "num_requests_running": "Requests that have a row.",
     "num_requests_waiting": "Requests that wait for one.",
+    "session_bytes": "Bytes of --session-dir.",
     "kv_cache_usage_perc": "Share of the cache that running requests have filled, 0 to 1.",
 }
 HISTOGRAMS = {
@@ -57,6 +62,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._engine = engine
         self._cached = 0, 0
+        self._session_counts = {key: 0 for key in COUNTERS if key.startswith("session_")}
         options: dict[str, Any] = {"registry": self.registry}
 
         def name(key: str) -> str:
@@ -102,7 +108,23 @@ class Metrics:
             ("kv_cache_usage_perc", sum(job.num_cached_tokens for job in running) / room),
         ):
             self._gauges[key].set(value)
+        self._count_sessions()
         return generate_latest(self.registry)
+
+    def _count_sessions(self) -> None:
+        """Take what the sessions have counted; 0 where none are kept."""
+        if (sessions := self._engine.sessions) is None:
+            return
+        folder = sessions.folder
+        self._gauges["session_bytes"].set(folder.num_bytes)
+        for key, count in (
+            ("session_restored_tokens", sessions.num_restored_tokens),
+            ("session_written_tokens", sessions.num_written_tokens),
+            ("session_failed_writes", folder.num_failures),
+            ("session_damaged_blocks", folder.num_damaged),
+        ):
+            self._counters[key].inc(count - self._session_counts[key])
+            self._session_counts[key] = count
 
     def note_start(self) -> None:
         """Begin to count; work before the first request does not count."""

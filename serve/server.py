@@ -20,7 +20,9 @@ from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.decode.settings import DecodeSettings
+from specdec.engine.layout import read_engine_config
 from specdec.errors import summarize
+from specdec.files.session_files import SessionFolder
 from specdec.options import get_flags
 from specdec.system import logs
 from specdec.system.http_client import SERVER_KEY_VARIABLE, read_key
@@ -32,7 +34,7 @@ from .metrics import Metrics
 from .ollama import ModelCard
 from .protocol import Connection
 from .scheduler import JobScheduler
-from .settings import ServeSettings
+from .settings import DEFAULT_SESSION_GB, ServeSettings
 
 logger = logs.get_logger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -105,7 +107,20 @@ def load(settings: ServeSettings) -> Engine:
         "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len,
         "prompt_chunk": settings.prompt_chunk or "auto",
     }  # fmt: skip
-    engine = Engine.open(DecodeSettings(kv_cache_enable_block_reuse=True, **values), **limits)
+    sessions = open_sessions(settings)
+    if sessions is not None and values["suffix_share_requests"] and not values["suffix_cache"]:
+        # Texts of another engine are no error here: each has a file of its own.
+        name = read_engine_config(settings.engine_dir).build_id
+        values["suffix_cache"] = sessions.folder / f"{name}.texts"
+    try:
+        engine = Engine.open(
+            DecodeSettings(kv_cache_enable_block_reuse=True, **values), **limits,
+            session_folder=sessions,
+        )  # fmt: skip
+    except BaseException:
+        if sessions is not None:
+            sessions.close()
+        raise
     if engine.tokenizer is None:
         engine.close()
         raise SpecDecError(
@@ -113,6 +128,16 @@ def load(settings: ServeSettings) -> Engine:
             "give the base model's folder as --tokenizer-dir, here or to specdec-build",
         )
     return engine
+
+
+def open_sessions(settings: ServeSettings) -> SessionFolder | None:
+    """Take the folder of sessions, if there is one, before the engine is loaded."""
+    if settings.session_dir is None:
+        if settings.max_session_gb is not None:
+            raise UsageError("--max-session-gb without --session-dir", "give both, or leave it out")
+        return None
+    max_gb = settings.max_session_gb or DEFAULT_SESSION_GB
+    return SessionFolder(settings.session_dir, int(max_gb * 2**30))
 
 
 class EngineServer:

@@ -14,6 +14,7 @@ ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")
 LOAD = option_group("Load")
 MACHINE = option_group("Machine", rare=True)
+DEFAULT_SESSION_GB = 20.0
 
 
 @add_options(*list_options("draft"))
@@ -61,6 +62,16 @@ class ServeSettings:
         minimum=1,
         help="Tokens of new prompts that are read in a step of running requests; if not given, as"
         " many as leave it at most six times as long as without them, by what steps take here.",
+    )  # fmt: skip
+    session_dir: Path | None = LOAD(
+        metavar="DIR",
+        help="Keep the keys and values of prompts and outputs in DIR, for the time after a restart."
+        " No two servers may use it at once.",
+    )  # fmt: skip
+    max_session_gb: float | None = LOAD(
+        minimum=0.001, maximum=10**6, metavar="N",
+        help="GiB that --session-dir may take; what was not used for longest is removed.  [default:"
+        f" {DEFAULT_SESSION_GB:g}]",
     )  # fmt: skip
     request_timeout: float = LOAD(
         600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."

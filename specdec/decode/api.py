@@ -24,6 +24,7 @@ from specdec.decode.loop import Batch, Options
 from specdec.decode.outputs import Event, Output, describe_output
 from specdec.decode.prompt_requests import find_end_ids, make_requests
 from specdec.decode.requests import ActiveRequest, Request, RequestStats, choose_best
+from specdec.decode.sessions import Sessions
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import (
     EngineBusyError,
@@ -34,6 +35,7 @@ from specdec.errors import (
     shorten,
 )
 from specdec.files.backends import find_backend
+from specdec.files.session_files import SessionFolder
 from specdec.system import logs
 from specdec.text.encoding import use_template
 from specdec.text.grammar import GrammarCompiler
@@ -58,11 +60,12 @@ class Engine:
         tokenizer: Any,
         end_ids: frozenset[int],
         prompt_chunk: int | Literal["auto"] | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
         """Take a loaded engine; programs call `load`."""
         self._core: TorchEngine | None = core
         self._settings, self._end_ids = settings, end_ids
-        self._prompt_chunk = prompt_chunk
+        self._prompt_chunk, self.sessions = prompt_chunk, sessions
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
         self._batch: Batch | None = None  # that streams are in
@@ -135,12 +138,14 @@ class Engine:
         max_seq_len: int | None = None,
         prompt_chunk: int | Literal["auto"] | None = None,
         measures_late: bool = False,
+        session_folder: SessionFolder | None = None,
     ) -> Engine:
         """Load an engine as `load` does, by the settings of a command that decodes.
 
         tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
         a process of a launcher, this is rank 0, which the others follow. measures_late: as in
-        `TorchEngine`.
+        `TorchEngine`. session_folder: where texts' keys and values are kept, the engine's from then
+        on; None where they are not.
         """
         if not (backend := find_backend(settings.engine_dir)).is_loadable:
             raise SpecDecError(
@@ -163,10 +168,13 @@ class Engine:
         core = load_engine(settings, tokenizer, measures_late=measures_late)
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
+            sessions = None
+            if session_folder is not None:
+                sessions = Sessions(session_folder, core.describe_identity())
         except BaseException:
             core.close()
             raise
-        return cls(core, settings, tokenizer, end_ids, prompt_chunk)
+        return cls(core, settings, tokenizer, end_ids, prompt_chunk, sessions)
 
     def __enter__(self) -> Engine:
         return self
@@ -180,6 +188,8 @@ class Engine:
             return
         with self._use() as core:
             self._core = self._batch = None
+            if self.sessions is not None:
+                self.sessions.close()
             core.close()
 
     def describe(self) -> dict[str, Any]:
@@ -335,6 +345,7 @@ class Engine:
             batch = self._batch
             if batch is None or not batch.is_busy:
                 core.check_ranks()
+                core.drafter.keep()
                 return False
             self._step(batch)
             return True
@@ -375,6 +386,7 @@ class Engine:
                 follow_text=self.tokenizer is not None,
                 reuse_blocks=self._settings.kv_cache_enable_block_reuse,
                 prompt_chunk=self._prompt_chunk,
+                sessions=self.sessions,
             )
         )
 

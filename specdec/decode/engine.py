@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.cost_keeping import find_costs, find_kept_costs
+from specdec.decode.cost_keeping import describe_key, find_costs, find_kept_costs
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters import (
     Drafting,
@@ -32,6 +32,7 @@ from specdec.decode.ranks.processes import open_ranks
 from specdec.decode.requests import ActiveRequest, Request, find_problems
 from specdec.decode.settings import DecodeSettings
 from specdec.decode.timing import Timing
+from specdec.engine.compiler import SOURCE, hash_source
 from specdec.engine.decoder import Decoder
 from specdec.engine.engine_kernels import prefer_cpu
 from specdec.engine.graphs import CudaRecorder, Graphs, StepGraphs
@@ -40,7 +41,7 @@ from specdec.engine.loading import load_embedding, load_weights
 from specdec.engine.native_matrices import Weight
 from specdec.engine.verification import Verification
 from specdec.engine.weight_files import find_engine_problems
-from specdec.errors import Problems, UsageError, join_names, shorten
+from specdec.errors import Problems, SpecDecError, UsageError, join_names, shorten
 from specdec.files.backends import BACKENDS, TENSORRT, read_backend
 from specdec.files.engine_cache import EngineUse
 from specdec.model.tensors import EMBEDDING
@@ -349,6 +350,26 @@ class TorchEngine:
         if self._ranks is not None:
             with self._ranks.together():
                 pass
+
+    def describe_identity(self) -> dict[str, Any]:
+        """Return all that keys and values depend on besides the text, as JSON has it.
+
+        Raises SpecDecError where they are not all in this process.
+        """
+        if self.name != "torch" or self.config.checkpoint.model.tp_size != 1:
+            raise SpecDecError(
+                f"--session-dir: {self.folder} is an engine of backend {self.name} with"
+                f" {self.config.checkpoint.model.tp_size} ranks; sessions are kept of the torch"
+                " backend's engines of one rank",
+                "leave --session-dir out, or build with --backend torch from a checkpoint of one"
+                " rank",
+            )
+        key = describe_key(self.config, self.decoder, (), {})
+        del key["max_batch_size"], key["format_version"]
+        if self.decoder.kernels is not None:  # which give the same bits with any threads
+            del key["threads"]
+        forms = {"prepack": self.config.prepack, "fused": self.decoder.is_fused}
+        return {**key, **forms, "source": hash_source(SOURCE), "num": self.config.num_positions}
 
     @property
     def num_sought_tokens(self) -> int:

@@ -21,6 +21,7 @@ from specdec.decode.drafters.calibration import AcceptanceCounts
 from specdec.decode.prefill import PrefillChunk
 from specdec.decode.requests import NO_ROW, ActiveRequest, Request
 from specdec.decode.schedule import ForwardPlan, Scheduler
+from specdec.decode.sessions import Sessions
 from specdec.decode.timing import Stopwatch, Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.step import States, Step, pack_segments, place_tree
@@ -48,6 +49,7 @@ class Options:
     in as well. costs: the cost table; None where nothing was measured.
     tokenizer: needed for stop words and to follow the text. follow_text: whether requests keep
     their texts up to date. reuse_blocks: take shared prefixes of prompts from the cache.
+    sessions: where texts' keys and values are kept on disk, None where they are not.
     keep_logits: return the logits that tokens were chosen by. keep_rejected: return drafted tokens
     that were not accepted. counts: counter of accepted drafts, None for none. on_progress: called
     after every step with the requests that it moved on.
@@ -60,6 +62,7 @@ class Options:
     tokenizer: Any = None
     follow_text: bool = False
     reuse_blocks: bool = False
+    sessions: Sessions | None = None
     keep_logits: bool = False
     keep_rejected: bool = False
     counts: AcceptanceCounts | None = None
@@ -142,6 +145,9 @@ class Batch:
             prompt_chunk=options.prompt_chunk, reuses_prefixes=options.reuse_blocks,
             costs=options.costs,
         )  # fmt: skip
+        if options.sessions is not None:
+            options.sessions.attach(decoder, self.cache, drafter)
+            self.scheduler.sessions = options.sessions
         may_go_ahead = not (options.keep_logits or timing.is_exact)
         self._ahead = PlainAhead(decoder, self.cache, drafter, is_allowed=may_go_ahead)
         self._clocks = {p: Stopwatch(timing, p, decoder.device) for p in timing.list_seconds()}
@@ -177,6 +183,7 @@ class Batch:
             num_rows, num_nodes = self._run(plan)
             self.scheduler.retire()
             self.scheduler.record(plan, num_rows, num_nodes)
+        self.scheduler.keep()
 
     def _run(self, plan: ForwardPlan) -> tuple[int, int]:
         """Propose, forward, accept, commit; return the number of verified rows, and their nodes."""

@@ -13,6 +13,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.prefill import PrefillChunk, PromptReader, count_shared
 from specdec.decode.prompt_chunks import choose_chunk
 from specdec.decode.requests import ActiveRequest
+from specdec.decode.sessions import Sessions
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache
@@ -75,6 +76,7 @@ class Scheduler:
         # drafts, since a drafter that follows prompts has not seen it.
         self._row_texts: list[tuple[list[int], list[int]]] = [([], []) for _ in cache.past_lens]
         self._costs = costs
+        self.sessions: Sessions | None = None  # where texts are kept on disk
         self._drafted_size = 1  # nodes of a row in the newest step that might be drafted for
 
     @property
@@ -156,6 +158,8 @@ class Scheduler:
         if not ended_requests:
             return
         for request in ended_requests:
+            if self.sessions is not None:
+                self.sessions.finish(request)
             request.release()
             if request in self.prefilling:
                 self.reader.drop(request.row)
@@ -179,6 +183,11 @@ class Scheduler:
         self.prefilling = [r for r in self.prefilling if r not in new_requests]
         self.active = sorted([*self.active, *new_requests], key=lambda r: r.row)
         return new_requests
+
+    def keep(self) -> None:
+        """Let the sessions, if any, have what a step has brought."""
+        if self.sessions is not None:
+            self.sessions.note((*self.active, *self.prefilling))
 
     def _choose_chunk(self) -> int | None:
         """Choose how many prompt tokens a step may read where requests run; None is all.
@@ -211,7 +220,8 @@ class Scheduler:
         source, num_shared, fork_lengths = free_rows[0], 0, list[int]()
         if self._reuses_prefixes and not request.request.wants_prompt_logprobs:
             source, num_shared, fork_lengths = self._find_prefix(free_rows, prompt)
-            if self._is_being_read(prompt, num_shared):
+            num_kept = self.sessions.count_kept(prompt) if self.sessions is not None else 0
+            if self._is_being_read(prompt, max(num_shared, num_kept)):
                 return False
             self._timing.num_sought_tokens += len(prompt)
         request.row = source if source in free_rows else free_rows[0]
@@ -219,6 +229,8 @@ class Scheduler:
         self._cache.copy_prefix(source, request.row, num_shared)
         self._cache.request_prefixes(request.row, fork_lengths)
         self._drafter.copy_prefix(source, request.row, num_shared)
+        if self.sessions is not None:
+            num_shared = self.sessions.begin(request, num_shared)
         self._timing.num_reused_tokens += num_shared
         self.reader.add(request.row, prompt)
         output = request.output_ids if request.request.drafts else []

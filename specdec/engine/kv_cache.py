@@ -6,7 +6,7 @@ Legend: R cache rows (requests), N K/V heads, S positions, H head size.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,28 @@ from specdec.engine.tree import IntArray
 
 # Cache positions are visited in whole blocks of this many, so that few shapes occur.
 POSITION_BLOCK = 64
+
+
+class RowNumbers(NamedTuple):
+    """Numbers that are kept for the tokens of each row's text, and by which it can go on.
+
+    values: their tensor, with an axis of rows and one of positions. lens: of each row, the tokens
+    that have some. num_ahead: tokens behind its own that a position's numbers depend on. is_needed:
+    whether a text goes on only behind tokens that have them.
+    """
+
+    name: str
+    values: Tensor
+    row_axis: int
+    position_axis: int
+    lens: IntArray
+    num_ahead: int = 0
+    is_needed: bool = True
+
+    def view(self, row: int, start: int, end: int) -> Tensor:
+        """Return a row's numbers of some positions, which are not copied."""
+        axis = self.position_axis - (self.row_axis < self.position_axis)
+        return self.values.select(self.row_axis, row).narrow(axis, start, end - start)
 
 
 class BlockLender(Protocol):
@@ -58,6 +80,10 @@ class KVCache:
         self.past_lens: IntArray = np.zeros(num_rows, np.int64)
         # Where each row's request begins in the decoder's rotary tables.
         self.rotary_starts: IntArray = np.zeros(num_rows, np.int64)
+
+    def describe_rows(self, name: str, num_ahead: int = 0, *, is_needed: bool = True) -> RowNumbers:
+        """Describe the keys and values of each row's committed tokens."""
+        return RowNumbers(name, self.blocks, 2, 4, self.past_lens, num_ahead, is_needed)
 
     def commit(self, row: int, path: list[int]) -> None:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""

@@ -108,13 +108,17 @@ class LinearStates:
         assert (0 <= runs.folded).all()
         assert (runs.folded <= self.num_logged[runs.rows]).all(), "no state for what is committed"
         self.table = np.ascontiguousarray(np.stack(runs, axis=1), np.int64)
-        num_more = int((runs.counts - runs.certain).max(initial=0)) - self.log[0].shape[2]
-        if num_more > 0:  # room for more logged tokens; what is logged stays
+        self._make_room(int((runs.counts - runs.certain).max(initial=0)))
+        return runs
+
+    def _make_room(self, num_logged: int) -> None:
+        """Make room for so many logged tokens of each row; what is logged stays."""
+        num_more = num_logged - self.log[0].shape[2]
+        if num_more > 0:
             self.log = [
                 pad(kind_log, (0, 0) * (kind_log.dim() - 3) + (0, num_more))
                 for kind_log in self.log
             ]
-        return runs
 
     def finish(self, runs: Runs) -> None:
         """Note what a step has written."""
@@ -170,16 +174,52 @@ class LinearStates:
             self.lens[row] = self.num_logged[row] = 0
             self._snapshots[row] = {}
             return
-        is_live = self.lens[source] <= length <= self.lens[source] + self.num_logged[source]
+        is_live = self._is_live(source, length)
         if not is_live:
             snapshots[length] = snapshots.pop(length)  # used last
-        lens, state, window, logs = self._view(source, length) if is_live else snapshots[length]
+        snapshot = self._view(source, length) if is_live else snapshots[length]
         if source != row or not is_live:
-            self.state[:, row], self.window[:, row] = state, window
-            for row_logs, log in zip(self.log, logs, strict=True):
-                row_logs[:, row, : log.shape[1]] = log
-        self.lens[row], self.num_logged[row] = lens, length - lens
+            self._put(row, snapshot)
+        self.lens[row], self.num_logged[row] = snapshot[0], length - snapshot[0]
         self._snapshots[row] = {n: snapshot for n, snapshot in snapshots.items() if n <= length}
+
+    def _is_live(self, row: int, length: int) -> bool:
+        """Return whether a row's present state tells that behind so many tokens."""
+        return bool(self.lens[row] <= length <= self.lens[row] + self.num_logged[row])
+
+    def _put(self, row: int, snapshot: Snapshot) -> None:
+        _, self.state[:, row], self.window[:, row], logs = snapshot
+        for row_logs, log in zip(self.log, logs, strict=True):
+            row_logs[:, row, : log.shape[1]] = log
+
+    def list_snapshots(self, row: int) -> list[int]:
+        """Return the numbers of tokens behind which a row's states are kept."""
+        return [*self._snapshots[row]]
+
+    def get_snapshot(self, row: int, length: int) -> Snapshot | None:
+        """Return a row's state behind so many tokens, which is not copied; None if there is none.
+
+        The logs of the present state are those of the tokens before `length` alone.
+        """
+        kept_snapshot = self._snapshots[row].get(length)
+        if kept_snapshot is None and self._is_live(row, length):
+            return self._view(row, length)
+        return kept_snapshot
+
+    def make_snapshot(self, length: int, num_state: int) -> Snapshot:
+        """Make an empty snapshot of so many tokens, `num_state` of which are in its state."""
+        logs = [
+            log.new_empty((log.shape[0], length - num_state, *log.shape[3:])) for log in self.log
+        ]
+        state, window = torch.empty_like(self.state[:, 0]), torch.empty_like(self.window[:, 0])
+        return num_state, state, window, logs
+
+    def restore(self, row: int, length: int, snapshot: Snapshot) -> None:
+        """Let a row go on behind so many tokens by a state that was kept elsewhere, also later."""
+        self._make_room(length - snapshot[0])
+        self._put(row, snapshot)
+        self.lens[row], self.num_logged[row] = snapshot[0], length - snapshot[0]
+        self.take_snapshot(row, length)
 
     def repeat(self, moves: Sequence[int]) -> None:
         """Do what another rank's states noted as `moves`."""

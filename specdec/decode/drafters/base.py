@@ -22,7 +22,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
 from specdec.engine.graphs import Graphs, StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK
+from specdec.engine.kv_cache import POSITION_BLOCK, RowNumbers
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
 from specdec.engine.native_matrices import Weight
@@ -157,6 +157,19 @@ class Drafter:
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
+
+    def list_numbers(self) -> list[RowNumbers]:
+        """List the numbers of each row's text by which it can go on, since `allocate`.
+
+        A drafter that lists none makes what it needs from the text.
+        """
+        return []
+
+    def settle(self, row: int) -> None:
+        """Make a row's numbers of `list_numbers` complete, as far as its text is known."""
+
+    def resume(self, row: int, length: int) -> None:
+        """Take a row's needed numbers of so many tokens, which were put in their place."""
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Compute drafts [B, ...] after tokens [B] and their states [B, D]; if `drafts_ahead`."""
@@ -363,6 +376,12 @@ class FeatureDrafter(Drafter):
             self._read([source])
         num_cached = int(self._cache.past_lens[source])
         self._cache.copy_prefix(source, row, min(num_cached, length))
+        self._start_over(row, length)
+
+    def settle(self, row: int) -> None:
+        self._read([row])
+
+    def resume(self, row: int, length: int) -> None:
         self._start_over(row, length)
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:

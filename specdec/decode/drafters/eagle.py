@@ -42,7 +42,7 @@ from specdec.decode.prefill import Follow, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.kv_cache import KVCache, RowNumbers
 from specdec.engine.mtp import MtpNet
 from specdec.engine.step import States, Step
 from specdec.engine.transfers import to_device, to_host
@@ -219,6 +219,13 @@ class PairDrafter(FeatureDrafter):
         shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
         decoder = self.net.decoder
         self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+
+    def list_numbers(self) -> list[RowNumbers]:
+        """List the features that pairs are made of, and the pairs' keys and values."""
+        return [
+            RowNumbers("features", self._features, 0, 1, self._num_read),
+            self._cache.describe_rows("pairs", 1, is_needed=False),
+        ]
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         super().copy_prefix(source, row, length)

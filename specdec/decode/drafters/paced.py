@@ -20,6 +20,7 @@ from specdec.decode.drafters.calibration import follow_chances
 from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.requests import ActiveRequest
+from specdec.engine.kv_cache import RowNumbers
 from specdec.engine.step import States
 from specdec.files.acceptance import Acceptance
 
@@ -89,6 +90,18 @@ class PacedDrafter(Drafter):
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         for member in self.members:
             member.copy_prefix(source, row, length)
+
+    def list_numbers(self) -> list[RowNumbers]:
+        """List those of all members."""
+        return [numbers for member in self.members for numbers in member.list_numbers()]
+
+    def settle(self, row: int) -> None:
+        for member in self.members:
+            member.settle(row)
+
+    def resume(self, row: int, length: int) -> None:
+        for member in self.members:
+            member.resume(row, length)
 
     def keep(self) -> None:
         for member in self.members:
