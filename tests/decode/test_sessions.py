@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, Output, SpecDecError
+from specdec import Engine, Output, Prompt, SpecDecError
 from specdec.decode import sessions
 from specdec.decode.sessions import BLOCK_TOKENS
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import read_engine_config
-from specdec.files import session_files
 from specdec.files.session_files import BlockName, SessionFolder
 from tests.conftest import (
     make_dflash_drafter,
@@ -80,10 +79,11 @@ def open_engine(engine_dir: Path, folder: Path | None, max_bytes: int = GIB) -> 
     return Engine.open(settings, prompt_chunk=48, session_folder=kept)
 
 
-def ask(engine: Engine, prompt: list[int], **options: Any) -> Output:
-    with engine.stream(
-        prompt, max_output_len=ANSWER_LEN, logprobs=2, temperature=0.0, end_ids=(), **options
-    ) as stream:
+def ask(engine: Engine, ids: list[int]) -> Output:
+    prompt = Prompt(
+        token_ids=ids, max_output_len=ANSWER_LEN, logprobs=2, temperature=0.0, end_ids=frozenset()
+    )
+    with engine.stream(prompt) as stream:
         for _ in stream:
             pass
         return stream.output
@@ -91,6 +91,7 @@ def ask(engine: Engine, prompt: list[int], **options: Any) -> Output:
 
 def describe(output: Output) -> Any:
     """The text and all log-probabilities."""
+    assert len(output.logprobs) == ANSWER_LEN
     return output.token_ids, [(t.logprob, t.top) for t in output.logprobs]
 
 
@@ -230,7 +231,7 @@ def test_a_full_disk_costs_no_text(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(session_files.Path, "rename", fail)
+    monkeypatch.setattr(Path, "rename", fail)
     found, kept_now = answer(plain, folder, PROMPT)
     assert found == expected
     assert kept_now.folder.num_failures == 1
