@@ -175,12 +175,18 @@ class Loop:
         return measures
 
     def _seed(self, step: int, batch_index: int) -> None:
-        """Seed the drafter's random numbers by the step, the batch and the process alone."""
-        entropy = (self.settings.seed, step, batch_index, self.accelerator.process_index)
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
+        """Seed the drafter's random numbers by the step and each row's place among its rows."""
+        first_place = self._find_first_place(batch_index)
+        places = range(first_place, first_place + self.settings.batch_size)
+        entropies = ((self.settings.seed, step, place) for place in places)
+        seeds = [
+            int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
+            for entropy in entropies
+        ]
+        self.drafter.row_seeds = seeds
         # torch.manual_seed formats the stack anew for each kind of device that is not in use.
         is_cpu = self.accelerator.device.type == "cpu"
-        (torch.default_generator.manual_seed if is_cpu else torch.manual_seed)(seed)
+        (torch.default_generator.manual_seed if is_cpu else torch.manual_seed)(seeds[0])
 
     def _refuse_to_continue(self, step: int, loss: float) -> None:
         raise SpecDecError(
@@ -196,10 +202,14 @@ class Loop:
 
     def _choose_batch(self, step: int, batch_index: int) -> list[int]:
         """Return the indices of this process's rows of one batch of a step."""
+        start = step * self.rows_per_step + self._find_first_place(batch_index)
         size = self.settings.batch_size
-        start = step * self.rows_per_step + batch_index * size * self.accelerator.num_processes
-        start += size * self.accelerator.process_index
         return choose_rows(len(self.train_rows), self.settings.seed, start, size)
+
+    def _find_first_place(self, batch_index: int) -> int:
+        """Return the place of a batch's first row among the rows of its step."""
+        batches_before = batch_index * self.accelerator.num_processes
+        return self.settings.batch_size * (batches_before + self.accelerator.process_index)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure loss and accuracies on the held-out rows, shared among the processes."""

@@ -28,8 +28,9 @@ from .settings import TrainSettings
 
 # Settings without effect on the weights, and paths, whose files are compared by their hashes.
 UNCOMPARED_SETTINGS = frozenset(
-    "model_dir data eval_data output_dir save_steps eval_steps eval_rows eval_prompts"
-    " eval_output_len stop_at_acceptance report_top_k logging_steps save_dtype sanity plan"
+    "model_dir data eval_data output_dir batch_size gradient_accumulation_steps save_steps"
+    " eval_steps eval_rows eval_prompts eval_output_len stop_at_acceptance report_top_k"
+    " logging_steps save_dtype sanity plan"
     " push_to_hub shard_target hidden_states_dir hidden_states_from hidden_states_layers resume"
     " force json".split()
 )
@@ -192,7 +193,10 @@ def collect_facts(
         if name not in UNCOMPARED_SETTINGS
     }
     facts["--dtype"] = dtype
-    facts["number of processes"] = num_processes
+    # However they are spread over processes and passes.
+    facts["rows of a step"] = (
+        settings.batch_size * settings.gradient_accumulation_steps * num_processes
+    )
     facts |= name_source(settings)
     return facts | name_hashes(target_files, data_files)
 

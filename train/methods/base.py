@@ -89,6 +89,7 @@ class TrainableDrafter(torch.nn.Module):
     """
 
     output_layers: tuple[str, ...] = ()  # names of matrices with a row for each token
+    row_seeds: Sequence[int] = ()  # of the batch's rows, for `draw_uniform`
 
     def __init__(
         self, settings: TrainSettings, *, num_positions: int, loss_decay: float, vocab_size: int
@@ -101,6 +102,16 @@ class TrainableDrafter(torch.nn.Module):
         # Weight of the target's distribution in the loss.
         self.teacher_share = settings.self_distillation or 0.0
         self.loss_name = settings.loss
+
+    def draw_uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Draw numbers from 0 to 1, [B, ...], each row's by its seed alone.
+
+        So a row's are equal whichever process reads it, and on a CPU however long its batch is.
+        """
+        rows = [torch.Generator(device).manual_seed(seed) for seed in self.row_seeds]
+        if not rows:
+            return torch.rand(*shape, device=device)
+        return torch.stack([torch.rand(*shape[1:], generator=g, device=device) for g in rows])
 
     def count_labels(self, mask: Tensor) -> Tensor:
         """Count the labels of each draft position. mask [B, T] bool -> [P]."""

@@ -179,7 +179,7 @@ class DFlash(TrainableDrafter):
         next_labels = torch.nn.functional.pad(mask, (0, self.num_positions))[:, 2:]
         has_label = next_labels.unfold(1, self.num_positions, 1).any(-1)[:, :num_places]
         if self.training:
-            priorities = torch.rand(has_label.shape, device=mask.device)
+            priorities = self.draw_uniform(has_label.shape, mask.device)
         else:
             priorities = (torch.arange(num_places, device=mask.device) * GOLDEN_RATIO % 1).expand(
                 has_label.shape

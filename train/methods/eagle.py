@@ -276,7 +276,9 @@ class Eagle1(Eagle):
         noise = self.options.eagle_noise if self.training else 0.0
         if not noise:
             return features.hidden
-        return features.hidden + noise * (torch.rand_like(features.hidden) - 0.5)
+        hidden = features.hidden
+        numbers = self.draw_uniform(hidden.shape, hidden.device).to(hidden.dtype)
+        return hidden + noise * (numbers - 0.5)
 
     def join_pair(self, embedded: Tensor, state: Tensor) -> Tensor:
         layer_input: Tensor = self.fc(torch.cat((embedded, state), dim=-1))
