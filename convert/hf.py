@@ -97,6 +97,12 @@ class HfFolder:
         name = self._stored.get(name, name)
         return self._holders[name].read_block(name, start, stop, columns)
 
+    def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
+        """Return a tensor in GGML's blocks, see `GgufModel.raw`; None where it is in none."""
+        name = self._stored.get(name, name)
+        read = getattr(self._holders[name], "raw", None)
+        return None if read is None else read(name)
+
     def locate(self, name: str) -> tuple[Path, int] | None:
         """Return the file and offset of a tensor's bytes, or None where they are no such run."""
         name = self._stored.get(name, name)
@@ -207,12 +213,6 @@ class GgufFolder(HfFolder):
         self.tensors = dict(self._model.tensors)
         self._holders = dict.fromkeys(self.tensors, self._model)
         self._open_files = [self._model]
-
-    def raw(self, name: str) -> tuple[Any, tuple[int, ...], Any] | None:
-        """Return a tensor as it is stored, see `GgufModel.raw`; None for one that is computed."""
-        stored = self._stored.get(name, name)
-        is_stored = name not in self.computed and self._holders[stored] is self._model
-        return self._model.raw(stored) if is_stored else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

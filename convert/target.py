@@ -38,7 +38,7 @@ from .plan import CASTABLE, RankPlan, check_num_layers
 from .quantize import packed
 from .quantize.blocks import keep_blocks
 from .quantize.scales import Quantizer, name_kv_scales
-from .quantize.sections import OWN_FILES, Scheme, read_scheme
+from .quantize.sections import OWN_FILES, Scheme, holds_blocks, read_scheme
 from .quantize.target import quantize_target
 from .resolve import open_model
 from .settings import ConvertSettings
@@ -56,7 +56,7 @@ class WeightForm(enum.Enum):
 
     PLAIN = "plain"  # floats: dequantized, or with an adapter merged, where that is asked for
     STORED = "stored"  # the numbers of a quantized folder, as they are
-    BLOCKS = "blocks"  # GGML's blocks of a GGUF file, as they are
+    BLOCKS = "blocks"  # GGML's blocks of a GGUF file, or MXFP4 in a folder, as they are
     ROUNDED = "rounded"  # the numbers that --quantization rounds floats to
 
 
@@ -178,8 +178,8 @@ def choose_form(settings: ConvertSettings, folder: HfFolder, scheme: Scheme | No
 
     scheme: how the folder's weights are quantized; None where they are not.
     """
-    is_gguf = isinstance(folder, GgufFolder)
-    if scheme is None and settings.dequantize and not is_gguf:
+    has_blocks = isinstance(folder, GgufFolder) or holds_blocks(folder)
+    if scheme is None and settings.dequantize and not has_blocks:
         raise SpecDecError(
             f"--dequantize has no effect: {folder.path} does not say that it is quantized",
             "leave it out",
@@ -194,7 +194,7 @@ def choose_form(settings: ConvertSettings, folder: HfFolder, scheme: Scheme | No
         return WeightForm.PLAIN if settings.dequantize else WeightForm.STORED
     if settings.quantization is not None:
         return WeightForm.ROUNDED
-    keeps_blocks = is_gguf and not settings.dequantize and settings.lora_dir is None
+    keeps_blocks = has_blocks and not settings.dequantize and settings.lora_dir is None
     return WeightForm.BLOCKS if keeps_blocks else WeightForm.PLAIN
 
 
@@ -356,11 +356,10 @@ def _plan_stored(
 def _plan_blocks(
     settings: ConvertSettings, opened: OpenedTarget, tensors: TargetTensors
 ) -> PlannedWeights:
-    """Plan the blocks of a GGUF file in the place of the plain weights that they stand for."""
+    """Plan blocks in the place of the plain weights that they stand for."""
     plain = _plan_plain(settings, opened, tensors)
     if tensors.problems:
         return plain
-    assert isinstance(opened.folder, GgufFolder)
     ranks, section = keep_blocks(plain.ranks, opened.folder, tensors.model)
     return dataclasses.replace(plain, ranks=ranks, section=section)
 

@@ -33,10 +33,11 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-OWN = ("ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS)
+OWN = ("gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS)
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
@@ -64,6 +65,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
 }
+EXPERTS["gpt_oss"] = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6,
+    "swiglu_limit": 1.5, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+}  # fmt: skip
 _MIXTURE = EXPERTS["qwen2_moe"] | _LINEAR
 EXPERTS |= {"qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE}  # fmt: skip
 

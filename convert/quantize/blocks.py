@@ -24,7 +24,7 @@ from specdec.model.sharding import Block
 from specdec.model.tensors import EMBEDDING, HEAD, list_linears
 from specdec.system import logs
 
-from ..hf import GgufFolder
+from ..hf import HfFolder
 from ..plan import ComputedTensors, PlannedTensor, RankPlan, SourceSlice
 from .unified import DEQUANTIZE
 
@@ -36,7 +36,7 @@ logger = logs.get_logger(__name__)
 
 
 def keep_blocks(
-    ranks: Sequence[RankPlan], folder: GgufFolder, model: ModelConfig
+    ranks: Sequence[RankPlan], folder: HfFolder, model: ModelConfig
 ) -> tuple[list[RankPlan], dict[str, Any]]:
     """Put blocks in the place of plain weights; return what config.json says of them, too.
 
@@ -64,7 +64,7 @@ def keep_blocks(
 
 
 def _choose_modules(
-    modules: Sequence[str], rank: RankPlan, folder: GgufFolder, model: ModelConfig
+    modules: Sequence[str], rank: RankPlan, folder: HfFolder, model: ModelConfig
 ) -> dict[str, Sources]:
     """Map the modules that stay in blocks to their stored tensors; a group stays whole or not."""
     sources: dict[str, Sources] = {}
@@ -87,7 +87,7 @@ def _name_group(module: str, model: ModelConfig) -> str:
     return layer if is_joint else module
 
 
-def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources | None:
+def _find_sources(tensor: PlannedTensor | None, folder: HfFolder) -> Sources | None:
     """Find the stored tensors of a matrix, by name; None where not all can be kept."""
     if tensor is None or not tensor.slices or len(tensor.info.shape) < 2:
         return None
@@ -102,7 +102,7 @@ def _find_sources(tensor: PlannedTensor | None, folder: GgufFolder) -> Sources |
 
 
 def _plan_blocks(
-    module: str, tensor: PlannedTensor, sources: Sources, folder: GgufFolder, model: ModelConfig
+    module: str, tensor: PlannedTensor, sources: Sources, folder: HfFolder, model: ModelConfig
 ) -> RankPlan:
     """Plan one rank's part of a matrix, and the types of its rows."""
     *shape, num_columns = tensor.info.shape
@@ -163,7 +163,7 @@ def _read_types(kind: int, _: str, start: int, stop: int, _columns: object) -> A
 
 
 def _report(
-    folder: GgufFolder, rank: RankPlan, kept_modules: Sequence[str], plain: Sequence[str],
+    folder: HfFolder, rank: RankPlan, kept_modules: Sequence[str], plain: Sequence[str],
     model: ModelConfig,
 ) -> None:  # fmt: skip
     """Say which types stay in blocks and which are widened, unless the file has no blocks."""

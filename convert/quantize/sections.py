@@ -201,6 +201,8 @@ def read_scheme(folder: HfFolder) -> Scheme | None:
                 " an object",
                 "copy or download the folder again",
             )
+        if method in IN_BLOCKS:
+            continue
         if method not in METHODS:
             reason, remedy = REFUSED.get(method, ("a format that is not read", _REMEDY))
             raise SpecDecError(
@@ -217,6 +219,11 @@ def read_scheme(folder: HfFolder) -> Scheme | None:
             f"correct {QUANTIZATION_NAME} or quantization_config of config.json",
         )
     return schemes[0] if schemes else None
+
+
+def holds_blocks(folder: HfFolder) -> bool:
+    """Return whether a folder says that it has matrices whose groups are blocks of GGML's."""
+    return any(method in IN_BLOCKS for method, _ in read_sections(folder))
 
 
 def _read_awq(section: Section) -> Scheme:
@@ -448,6 +455,8 @@ METHODS: Mapping[str, Callable[[Section], Scheme]] = {
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
 }
+# Methods of which a family's `prepare` reads the tensors, and GGML has blocks.
+IN_BLOCKS = ("mxfp4",)
 # quant_method -> why it is not read, and what to do.
 REFUSED: Mapping[str, tuple[str, str]] = {
     "bitsandbytes": (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from subprocess import SubprocessError
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
 from specdec.engine.delta_net import DeltaNet
-from specdec.engine.experts import ExpertLayer
+from specdec.engine.experts import ExpertLayer, Router
 from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
@@ -29,7 +29,7 @@ from specdec.engine.integers import (
     take_tensor,
 )
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Attention, Norm, cap, name_activation
+from specdec.engine.layers import Attention, CutGate, Norm, cap, name_activation
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.native import NativeKernels
@@ -43,7 +43,7 @@ from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
 from specdec.model.quantization import SCALES
-from specdec.model.tensors import HEAD_BIAS, LINEAR_MODULE, ROUTER
+from specdec.model.tensors import HEAD_BIAS, LINEAR_MODULE, ROUTER, ROUTER_BIAS
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
@@ -448,17 +448,23 @@ class _ModuleMaker:
             offset = model.arithmetic.norm_offset
             norms.append(Norm(weight, None, model.norm_epsilon, offset))
         q_norm, k_norm = norms or (None, None)
+        has_sinks = model.arithmetic.has_sinks and has_norms
         return Attention(
             scale=model.attention_scale, cap=model.attn_logit_softcapping,
             window=model.sliding_window if is_sliding else None,
             rotary=self.tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
+            sinks=take_tensor(self.weights, f"{prefix}sinks").clone() if has_sinks else None,
         )  # fmt: skip
 
     def _make_experts(self, prefix: str) -> ExpertLayer:
         sizes, weights = self.model.experts, self.weights
         assert sizes is not None
         up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
-        shared_expert = None
+        shared_expert, arithmetic = None, self.model.arithmetic
+        activation: str | CutGate = name_activation(self.model)
+        if arithmetic.gate_limit is not None:
+            activation = CutGate(arithmetic.gate_limit, arithmetic.gate_slope)
+        router = take_tensor(weights, prefix + ROUTER)
         if sizes.shared_inner:
             name = prefix + sizes.shared_name
             # Not in a file that may be let go.
@@ -466,14 +472,28 @@ class _ModuleMaker:
             up_linear, down_linear = (self.make_linear(f"{name}.{kind}") for kind in ("fc", "proj"))
             shared_expert = up_linear, down_linear, gate
         return ExpertLayer(
-            sizes, self.rank, name_activation(self.model),
-            take_tensor(weights, prefix + ROUTER),
+            sizes, self.rank, activation,
+            Router(router, find_tensor(weights, prefix + ROUTER_BIAS)),
             up, down, shared_expert, self.kernels,
         )  # fmt: skip
 
     def _make_matrices(self, name: str) -> list[Linear]:
-        """Make the linears of all experts, whose matrices lie in one tensor."""
+        """Make the linears of the rank's experts, whose matrices lie in one tensor."""
+        matrices = list_experts(self.weights, name)
         return [
-            lay_out(matrix, prepack=self.prepack, kernels=self.kernels)
-            for matrix in list_experts(self.weights, name)
+            lay_out(matrix, bias, prepack=self.prepack, kernels=self.kernels)
+            for matrix, bias in zip(matrices, self._cut_biases(name, len(matrices)), strict=True)
         ]
+
+    def _cut_biases(self, name: str, count: int) -> Sequence[Tensor | None]:
+        """Return the biases of the rank's experts: of sums over ranks the first part's alone."""
+        sizes, biases = self.model.experts, find_tensor(self.weights, f"{name}.bias")
+        assert sizes is not None
+        part, is_summed = sizes.get_part(self.rank), name.endswith("proj")
+        if biases is None or (is_summed and part):
+            return [None] * count
+        experts = sizes.list_rank_experts(self.rank)
+        rows = biases.view(sizes.num, -1)[experts.start : experts.stop]
+        if not is_summed:  # the part's rows of both halves
+            rows = torch.cat([half.chunk(sizes.tp_size, 1)[part] for half in rows.chunk(2, 1)], 1)
+        return list(rows.clone().unbind())

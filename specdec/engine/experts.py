@@ -6,24 +6,33 @@ of their numbers, are float32 whatever the model's type is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import ACTIVATIONS
+from specdec.engine.layers import ACTIVATIONS, CutGate
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
-from specdec.engine.native_models import ExpertSizes, PackedExperts
+from specdec.engine.native_models import ExpertBiases, ExpertSizes, PackedExperts
 from specdec.model.experts import Experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Products by which a token's experts are chosen: float32, weight [E, D], bias [E] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class ExpertLayer:
     """The experts of a layer that a rank holds. Legend: M tokens, D hidden, E experts.
 
-    router: float32 [E, D]. up, down: linears of the rank's experts; the first half of up's outputs
-    is multiplied by the second half, activated. shared_expert: up, down and gate [1, D] of the
+    up, down: linears of the rank's experts; the first half of up's outputs is multiplied by the
+    second half, activated, or as a `CutGate` says. shared_expert: up, down and gate [1, D] of the
     expert that every token takes. counters: steps so far, their tokens, and the experts that these
     chose.
     """
@@ -32,8 +41,8 @@ class ExpertLayer:
         self,
         sizes: Experts,
         rank: int,
-        activation: str,
-        router: Tensor,
+        activation: str | CutGate,
+        router: Router,
         up: Sequence[Linear],
         down: Sequence[Linear],
         shared_expert: tuple[Linear, Linear, Tensor] | None,
@@ -42,29 +51,32 @@ class ExpertLayer:
         self.sizes, self.local_experts = sizes, sizes.list_rank_experts(rank)
         self.router, self.up, self.down, self.shared_expert = router, up, down, shared_expert
         self.counters = np.zeros(3, np.int64)
-        self._activate = ACTIVATIONS[activation]
+        self._activation = activation
         self.packed: PackedExperts | None = None
         if kernels is not None:
             self.packed = PackedExperts(
                 kernels,
-                router,
+                router.weight,
                 [linear.packed for linear in up],
                 [linear.packed for linear in down],
                 shared_expert
                 and (shared_expert[0].packed, shared_expert[1].packed, shared_expert[2]),
                 ExpertSizes(
-                    hidden=router.shape[1], top_k=sizes.top_k,
+                    hidden=router.weight.shape[1], top_k=sizes.top_k,
                     first_expert=self.local_experts.start, inner=up[0].num_outputs // 2,
                     shared_inner=shared_expert[0].num_outputs // 2 if shared_expert else 0,
                     renormalizes=sizes.renormalizes,
+                    gate=activation if isinstance(activation, CutGate) else None,
                 ),
                 self.counters,
+                ExpertBiases(router.bias, *(_join_biases(linears) for linears in (up, down))),
             )  # fmt: skip
 
     def choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts of each token of [M, D]; return their weights and numbers, [M, top_k]."""
-        scores = torch.nn.functional.linear(h.float(), self.router).softmax(-1)
-        weights, experts = scores.topk(self.sizes.top_k, dim=-1)
+        router = self.router
+        scores = torch.nn.functional.linear(h.float(), router.weight, router.bias)
+        weights, experts = scores.softmax(-1).topk(self.sizes.top_k, dim=-1)
         if self.sizes.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, experts
@@ -91,4 +103,12 @@ class ExpertLayer:
 
     def _run_one(self, up: Linear, down: Linear, x: Tensor) -> Tensor:
         multiplied, activated = up(x).chunk(2, dim=-1)
-        return down(self._activate(activated) * multiplied)
+        if isinstance(self._activation, CutGate):
+            return down(self._activation(activated, multiplied))
+        return down(ACTIVATIONS[self._activation](activated) * multiplied)
+
+
+def _join_biases(linears: Sequence[Linear]) -> Tensor | None:
+    """Return the biases of all linears one behind the other, None where they have none."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return torch.stack(biases) if biases else None

@@ -49,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 27; }
+int64_t specdec_abi_version() { return 28; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -85,9 +85,9 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, E *out, int64_t B, int64_t T, int64_t C, int64_t N, int64_t K,    \
       int64_t H, int64_t R, int64_t S, int64_t rotated, int64_t window, float scale, float cap,   \
-      float epsilon, float offset, int64_t query_shift) {                                         \
+      float epsilon, float offset, int64_t query_shift, const E *sinks) {                         \
     const Attention<E> attention = {q_norm, k_norm, cosine,  sine,   rotated,                     \
-                              window, scale,  cap,     epsilon, offset, query_shift};             \
+                              window, scale,  cap,     epsilon, offset, query_shift, sinks};      \
     const Step step{B, T, C, rows, positions, lines, past, tree_mask, nullptr};                   \
     Attend<E>(qkv, cache, attention, step, {N, K, H, R, S}, out).run();                           \
   }                                                                                               \

@@ -58,6 +58,7 @@ class Attention:
     scale: of the scores. cap: a score s becomes cap tanh(s / cap), None where it stays. window:
     positions that a token sees, itself included, None for all. rotary: None where positions are
     learned. q_norm, k_norm: of each query and each key [H], before they are rotated, or None.
+    sinks: [N], see `attend`.
     """
 
     scale: float
@@ -66,6 +67,7 @@ class Attention:
     rotary: RotaryTable | None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: Tensor | None = None
 
 
 def cap(x: Tensor, limit: float) -> Tensor:
@@ -96,6 +98,22 @@ GATES = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class CutGate:
+    """Gate of an MLP, g sigmoid(slope g) (u + 1) with g at most `limit`, u within it on both sides.
+
+    g and u are the outputs of the two matrices side by side.
+    """
+
+    limit: float
+    slope: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        cut_gate = gate.float().clamp(max=self.limit)
+        cut_up = up.float().clamp(-self.limit, self.limit)
+        return (cut_gate * torch.sigmoid(self.slope * cut_gate) * (cut_up + 1)).to(up.dtype)
+
+
 def name_activation(model: ModelConfig) -> str:
     """Return the key of ACTIVATIONS that a model's `hidden_act` means."""
     is_tanh = model.hidden_act == "gelu" and not model.arithmetic.exact_gelu
@@ -109,13 +127,16 @@ def attend(
     mask: Tensor,
     scale: float | None = None,
     limit: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute grouped-query attention over a cache.
 
     q: [B, T, N, H]; keys, values: [B, N_kv, S, H]; mask: [B, 1, T, S], true = visible, or what is
     added to the scores; [B, 1, N / N_kv * T, S] where it was repeated for a group's queries before.
     scale: of the scores, 1 / sqrt(H) if None; limit: what they are capped by, None where they are
-    not. Returns [B, T, N * H]. The queries of a group share one pass over their keys.
+    not. sinks: [N], a score of each head that takes its part of the softmax and has no value
+    (https://arxiv.org/abs/2309.17453), or None. Returns [B, T, N * H]. The queries of a group share
+    one pass over their keys.
     """
     batch, num_tokens, num_heads, head_size = q.shape
     num_kv_heads = keys.shape[1]
@@ -125,16 +146,22 @@ def attend(
     q = q.reshape(batch, num_kv_heads, group * num_tokens, head_size)
     if group > 1 and mask.shape[2] == num_tokens:
         mask = mask.repeat(1, 1, group, 1)
-    if limit is None:
+    if limit is None and sinks is None:
         outputs = torch.nn.functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=scale
         )
     else:
-        scores = cap((q @ keys.transpose(2, 3)).float() * (scale or head_size**-0.5), limit)
+        scores = (q @ keys.transpose(2, 3)).float() * (scale or head_size**-0.5)
+        scores = scores if limit is None else cap(scores, limit)
         if mask.dtype is torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)
         else:
             scores = scores + mask
-        outputs = scores.softmax(-1).to(values.dtype) @ values
+        if sinks is not None:
+            columns = sinks.float().view(1, num_kv_heads, group, 1)
+            columns = columns.expand(batch, -1, -1, num_tokens).reshape(*scores.shape[:3], 1)
+            scores = torch.cat((scores, columns), dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        outputs = weights.to(values.dtype) @ values
     outputs = outputs.view(batch, num_kv_heads, group, num_tokens, head_size).permute(0, 3, 1, 2, 4)
     return outputs.reshape(batch, num_tokens, num_heads * head_size)

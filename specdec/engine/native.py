@@ -152,6 +152,7 @@ class NativeKernels(MatrixKernels):
             ("qkv", qkv, (plan.batch, plan.num_tokens, width)),
             ("cache", cache, (2, num_rows, num_kv_heads, num_positions, head_size)),
             *(("the weight of a norm of heads", weight, (head_size,)) for weight in norms),
+            ("sinks", attention.sinks, (num_heads,)),
         )
         plan.check(num_rows, num_positions, count_lines(rotary, self.dtype))
         output = qkv.new_empty((plan.batch, plan.num_tokens, num_heads * head_size))
@@ -164,7 +165,7 @@ class NativeKernels(MatrixKernels):
             plan.batch, plan.num_tokens, plan.num_newest, num_heads, num_kv_heads, head_size,
             num_rows, num_positions, 0 if cos is None else cos.shape[1], attention.window or 0,
             attention.scale, attention.cap or 0.0, epsilon, offset,
-            0 if rotary is None else rotary.query_shift,
+            0 if rotary is None else rotary.query_shift, get_pointer(attention.sinks),
         )  # fmt: skip
         return output
 

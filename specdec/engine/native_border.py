@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.engine.tree import BoolArray, IntArray
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+DOUBLE = ctypes.c_double
 TILE = 32  # a multiple of the outputs side by side in a packed matrix, kTile in kernels/gemm.h
 # A packed matrix begins at a multiple of so many bytes, a line of the processor's cache.
 ALIGNMENT = 64
@@ -39,8 +40,8 @@ class LayerRecord(ctypes.Structure):
         ),
         *((name, POINTER) for name in HEAD_NORMS),
         *((name + suffix, POINTER) for name in LAYER_NORMS[2:] for suffix in ("", "_bias")),
-        ("cosine", POINTER), ("sine", POINTER), ("window", INT), ("query_shift", INT),
-        ("experts", POINTER),
+        ("cosine", POINTER), ("sine", POINTER), ("sinks", POINTER), ("window", INT),
+        ("query_shift", INT), ("experts", POINTER),
     ]  # fmt: skip
 
 
@@ -48,7 +49,9 @@ class ExpertsRecord(ctypes.Structure):
     """A layer's experts that a rank holds, the kernels' `ExpertsRecord` in kernels/layers.h."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("router", "up", "down", "shared_up", "shared_down")),
+        *((name, POINTER) for name in ("router", "router_bias", "up_biases", "down_biases")),
+        ("limit", DOUBLE), ("slope", DOUBLE),
+        *((name, POINTER) for name in ("up", "down", "shared_up", "shared_down")),
         ("gate", POINTER), ("counters", POINTER),
         *((name, INT) for name in ("num", "top_k", "first_expert", "count", "I", "shared_I")),
         ("renormalizes", INT),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine.layers import CutGate
 from specdec.engine.native_border import (
     HEAD_NORMS,
     LAYER_MATRICES,
@@ -42,7 +43,8 @@ def count_lines(table: RotaryTable | None, dtype: torch.dtype) -> float:
 class ExpertSizes:
     """Sizes of a layer's experts: the model's hidden size, and the inner ones of an expert.
 
-    first_expert: the number of the rank's first expert among those of the layer.
+    first_expert: the number of the rank's first expert among those of the layer. gate: None for
+    silu.
     """
 
     hidden: int
@@ -51,6 +53,19 @@ class ExpertSizes:
     inner: int
     shared_inner: int
     renormalizes: bool
+    gate: CutGate | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of a layer's experts, each of which may be absent.
+
+    router: float32 [E]; up, down: of the rank's experts, [count, 2 I] and [count, D].
+    """
+
+    router: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
 
 
 class PackedExperts:
@@ -65,21 +80,27 @@ class PackedExperts:
         self, kernels: MatrixKernels, router: Tensor, up: Sequence[Tensor | None],
         down: Sequence[Tensor | None],
         shared_expert: tuple[Tensor | None, Tensor | None, Tensor] | None, sizes: ExpertSizes,
-        counters: np.ndarray[Any, Any],
+        counters: np.ndarray[Any, Any], biases: ExpertBiases | None = None,
     ) -> None:  # fmt: skip
         assert up[0] is not None
         self.matrix_dtype, self.hidden = up[0].dtype, sizes.hidden
         self._check_matrices(kernels.dtype, up, down, shared_expert, sizes)
         self._check_numbers(len(router), len(up), len(down), sizes, counters)
+        biases = biases or ExpertBiases()
+        check("the bias of a router", biases.router, torch.float32, len(router))
+        for bias, width in ((biases.up, 2 * sizes.inner), (biases.down, sizes.hidden)):
+            check("the biases of experts", bias, kernels.dtype, len(up), width)
+        limit, slope = (0.0, 0.0) if sizes.gate is None else dataclasses.astuple(sizes.gate)
         self.is_integer = int(self.matrix_dtype is torch.uint8)
         packed = kernels.pack_router(router)
         pointers = [
             np.array([get_pointer(tensor) for tensor in tensors], np.uint64)
             for tensors in (up, down)
         ]
-        self._tensors = (packed, up, down, shared_expert, pointers, counters)
+        self._tensors = (packed, up, down, shared_expert, pointers, counters, biases)
         self.record = ExpertsRecord(
-            packed.data_ptr(), *(array.ctypes.data for array in pointers),
+            packed.data_ptr(), *map(get_pointer, (biases.router, biases.up, biases.down)),
+            limit, slope, *(array.ctypes.data for array in pointers),
             *(get_pointer(tensor) for tensor in shared_expert or (None, None, None)),
             counters.ctypes.data, len(router), sizes.top_k, sizes.first_expert, len(up),
             sizes.inner, sizes.shared_inner, sizes.renormalizes,
@@ -154,12 +175,12 @@ class PackedLayers:
         for tensor in final:
             check("the last norm", tensor, self.dtype, hidden)
         self._check_experts(hidden, len(weights))
-        self._fill_records([layer.attention for layer in stack.layers])
         scale, cap = stack.layers[0].attention.scale, stack.layers[0].attention.cap
         self.scalars = Scalars(stack.final_norm.epsilon, scale, cap or 0.0, stack.share)
         self._final = np.array([get_pointer(t) or 0 for t in final], np.uint64)
         self.final = self._final.ctypes.data  # where its norm's pointers are
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
+        self._fill_records([layer.attention for layer in stack.layers])
         self.num_layers = len(weights)
         self.activation, self.is_gated = activation, int(is_gated)
 
@@ -203,6 +224,8 @@ class PackedLayers:
             if (table := attention.rotary) is not None:
                 record.cosine, record.sine = table.cos.data_ptr(), table.sin.data_ptr()
                 record.query_shift = table.query_shift
+            check("sinks", attention.sinks, self.dtype, self.sizes[1])
+            record.sinks = get_pointer(attention.sinks)
             record.window = attention.window or 0
             if self._experts:
                 record.experts = ctypes.addressof(self._experts[index].record)

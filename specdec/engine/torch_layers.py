@@ -315,7 +315,7 @@ class TorchLayers:
             keys, values = keys[: len(rows)], values[: len(rows)]
         else:
             keys, values = keys[rows], values[rows]
-        return attend(queries, keys, values, mask, attention.scale, attention.cap)
+        return attend(queries, keys, values, mask, attention.scale, attention.cap, attention.sinks)
 
     def _write(self, layer: Layer, product: Tensor, block: Tensor, placement: Any) -> Tensor:
         """Write keys and values as `_attend` does; return the queries that attend, [B, T, N, H]."""

@@ -292,6 +292,24 @@ def _read_experts(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return fields | {"attention_bias": _has_bias(data, "attn_q")}
 
 
+def _read_gpt_oss(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read gpt-oss's experts, window and scaling, of which a file does not tell `truncate`."""
+    data.get("feed_forward_length")  # what experts have a key of their own for
+    if data.positive("rope.freq_base_swa", config["rope_theta"]) != config["rope_theta"]:
+        data.refuse("its layers differ in rope.freq_base")
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling = {**scaling, "truncate": False}
+    return _read_pattern(data, config, 2) | {
+        "num_local_experts": data.count("expert_count"),
+        "rope_scaling": scaling,
+        "num_experts_per_tok": data.count("expert_used_count"),
+        "intermediate_size": data.count("expert_feed_forward_length"),
+        "sliding_window": data.count("attention.sliding_window"),
+        "attention_bias": _has_bias(data, "attn_q"),
+    }
+
+
 def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
     """Which layers have the window: all but one of `period`, if nothing else is said."""
     pattern = data.get("attention.sliding_window_pattern", period, all_layers=True)
@@ -416,6 +434,7 @@ EXTRA_READERS: dict[str, ExtraReader] = {
     "seed_oss": lambda data, _: _read_biases(data, _) | {
         "attention_out_bias": _has_bias(data, "attn_output")
     },
+    "gpt_oss": _read_gpt_oss,
     "qwen3_5_text": _read_hybrid,
     "qwen3_5_moe_text": _read_hybrid,
 }  # fmt: skip

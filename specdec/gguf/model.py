@@ -135,7 +135,7 @@ class GgufModel:
                 )
                 return
         for inner_module, entry in self._name_part(module, stored):
-            bare = inner_module.endswith(("A_log", "dt_bias"))
+            bare = inner_module.endswith(("A_log", "dt_bias", "sinks"))
             yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
     def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
@@ -279,7 +279,11 @@ def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Arr
 
 
 def _split_experts(hf_module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the experts' matrices of a stored tensor [E, rows, columns]."""
+    """Yield the experts' matrices of a stored tensor [E, rows, columns], or biases of [E, rows]."""
+    if len(stored.shape) == 2 and stored.kind in PLAIN:  # of a vector each element is a row
+        row_bytes = stored.row_bytes // max(1, stored.shape[1])
+        stored = dataclasses.replace(stored, shape=(*stored.shape, 1), row_bytes=row_bytes)
     for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
-        entry = GgufTensor(stored, stored.shape[1:], start=expert * stored.shape[1])
+        shape = stored.shape[1:2] if stored.name.endswith(".bias") else stored.shape[1:]
+        entry = GgufTensor(stored, shape, start=expert * stored.shape[1])
         yield hf_module.format(expert=expert), entry

@@ -43,6 +43,9 @@ QWEN_NAMES = LAYER_NAMES | {
     f"mlp.{module}.{name}_proj": f"ffn_{name}_{kind}" for name in ("gate", "up", "down")
     for module, kind in (("experts.{expert}", "exps"), ("shared_expert", "shexp"))
 } | {"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
+GPT_OSS_NAMES = SEED_NAMES | {
+    f"mlp.experts.{{expert}}.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")
+} | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"}  # fmt: skip
 
 # Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
 HYBRID_NAMES = SEED_NAMES | {
@@ -96,6 +99,7 @@ READ = {
     "stablelm": GgufArchitecture("StableLmForCausalLM", "stablelm"),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", interleaves=True),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES),
     "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),

@@ -21,6 +21,10 @@ ENDS = (
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 )  # fmt: skip
+# gpt-oss's (o200k_harmony) and Solar Open's.
+ENDS_OF_ANSWERS = tuple(
+    {end, call} for end in ("<|return|>", "<|flush|>") for call in ("<|call|>", "<|calls|>")
+)
 
 
 def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -41,9 +45,14 @@ def read_special(metadata: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def list_ends(metadata: Mapping[str, Any]) -> list[int]:
-    """List the tokens that end a text, that of the whole text first."""
+    """List the tokens that end a text, that of the whole text first.
+
+    As in llama.cpp, `<|end|>` ends but a part of an answer where others of ENDS_OF_ANSWERS are.
+    """
     tokens = metadata.get(PREFIX + "tokens", ())
     ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
     ends = [list_special(metadata).get("eos"), *ends]
     ends += [number for number, text in enumerate(tokens) if text in ENDS]
+    if any(pair <= set(tokens) for pair in ENDS_OF_ANSWERS):
+        ends = [end for end in ends if type(end) is not int or tokens[end] != "<|end|>"]
     return list(dict.fromkeys(end for end in ends if type(end) is int and end < len(tokens)))

@@ -45,6 +45,7 @@ _SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = "|".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 )
+_O200K = "|".join(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _TEKKEN.split("|"))
 LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _NON_LETTERS
 QWEN2 = _LETTERS + r"\p{N}" + _NON_LETTERS
 DIGITS = (r"\p{N}", BYTE_LEVEL_SPLIT)
@@ -56,6 +57,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "pixtral": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
     "smollm": DIGITS, "starcoder": DIGITS, "refact": DIGITS, "command-r": DIGITS,
+    "gpt-4o": (_O200K + r"|\p{N}{1,3}" + _SLASHES,),
     "tekken": (_TEKKEN + r"|\p{N}" + _SLASHES,),
     "seed-coder": (_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
 }  # fmt: skip

@@ -40,6 +40,10 @@ class Architecture:
     adds_one: norms multiply by their weights and one; but for those of linear attention.
     gates_attention: what attention yields is multiplied by the sigmoid of a gate for each head,
     whose rows lie in qkv behind the values'.
+    has_sinks: each query head has a score that takes its part of the softmax and has no value.
+    gate_limit: of a gated MLP's g sigmoid(gate_slope g) (u + 1), where g is at most the limit and u
+    within it on both sides; None where hidden_act tells. It is computed in mixtures alone, whose
+    router and experts have biases where mlp_bias is true.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -61,6 +65,9 @@ class Architecture:
     layers_without_positions: tuple[int, ...] = ()
     adds_one: bool = False
     gates_attention: bool = False
+    has_sinks: bool = False
+    gate_limit: float | None = None
+    gate_slope: float = 1.0
 
     @property
     def norm_offset(self) -> float:

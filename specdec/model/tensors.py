@@ -19,7 +19,9 @@ MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}
 OFFSETS = "d2t"
 NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET))
 # What a token's choice among a layer's experts is computed with.
-ROUTER = "mlp.router.weight"
+ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
+# A score of each query head, see `Architecture.has_sinks`.
+SINKS = "attention.sinks"
 # What the names of a layer of linear attention begin with, within the layer.
 LINEAR_MODULE = "linear_attention."
 
@@ -165,6 +167,8 @@ def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
     if model.arithmetic.qk_norm:
         of_head = TensorSpec((model.head_size,), Shard.REPLICATED)
         tensors |= {f"attention.{letter}_layernorm.weight": of_head for letter in "qk"}
+    if model.arithmetic.has_sinks:
+        tensors[SINKS] = TensorSpec((model.num_attention_heads,), Shard.ROWS)
     # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
@@ -199,7 +203,7 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
     """List the tensors of a layer's MLP, or of its experts."""
     arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
     if model.experts is not None:
-        return _list_experts(model.experts, hidden)
+        return _list_experts(model.experts, hidden, has_bias=model.has_mlp_bias)
     fc = TensorSpec((inner, hidden), Shard.ROWS)
     if arithmetic.mlp == "fused":
         fc = TensorSpec((2 * inner, hidden), Shard.SECTIONS)
@@ -217,14 +221,23 @@ def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
     return mlp
 
 
-def _list_experts(experts: Experts, hidden: int) -> dict[str, TensorSpec]:
-    """List the tensors of a layer's experts; of two halves the activated is second."""
+def _list_experts(experts: Experts, hidden: int, *, has_bias: bool) -> dict[str, TensorSpec]:
+    """List the tensors of a layer's experts; of two halves the activated is second.
+
+    Their biases, those of all experts one behind the other, are whole on every rank.
+    """
     num, inner, shared_module = experts.num, experts.inner, experts.shared_name
     tensors = {
         ROUTER: TensorSpec((num, hidden), Shard.REPLICATED),
         "mlp.fc.weight": TensorSpec((num, 2 * inner, hidden), Shard.EXPERT_PAIRS),
         "mlp.proj.weight": TensorSpec((num, hidden, inner), Shard.EXPERT_COLUMNS),
     }
+    if has_bias:
+        tensors |= {
+            ROUTER_BIAS: TensorSpec((num,), Shard.REPLICATED),
+            "mlp.fc.bias": TensorSpec((num * 2 * inner,), Shard.REPLICATED),
+            "mlp.proj.bias": TensorSpec((num * hidden,), Shard.REPLICATED),
+        }
     if inner := experts.shared_inner:
         tensors |= {
             f"{shared_module}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
@@ -251,6 +264,7 @@ def find_first_copy(name: str) -> str:
 
 def get_stored_dtype(name: str, dtype: str) -> str:
     """Return the type that a tensor is stored in alongside weights of `dtype`."""
-    if name.endswith((f".{ROUTER}", f".{LINEAR_MODULE}A_log", f".{LINEAR_MODULE}dt_bias")):
+    wide_names = (ROUTER, ROUTER_BIAS, f"{LINEAR_MODULE}A_log", f"{LINEAR_MODULE}dt_bias")
+    if name.endswith(tuple(f".{wide_name}" for wide_name in wide_names)):
         return "float32"
     return "int64" if name in NETS_OFFSETS else dtype

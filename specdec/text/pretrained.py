@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,29 @@ def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:
         name: view_tensor(model.read(name), info.dtype).to(dtype)
         for name, info in model.tensors.items()
     }
+    if model.config["model_type"] == "gpt_oss":
+        tensors = _join_experts(tensors)
     return kind.from_pretrained(None, state_dict=tensors, **options)
+
+
+def _join_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return gpt-oss's tensors with the experts of a layer in one, gate and up row by row."""
+    import torch
+
+    joint: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if ".experts." not in n}
+    for first in [name for name in tensors if name.endswith(".experts.0.down_proj.weight")]:
+        stem = first.removesuffix(".0.down_proj.weight")
+        count = sum(name.startswith(f"{stem}.") for name in tensors) // 6  # two of each matrix
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (
+                torch.stack([tensors[f"{stem}.{e}.{part}_proj.{kind}"] for e in range(count)])
+                for part in ("gate", "up", "down")
+            )
+            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+            for name, tensor in (("gate_up", gate_up), ("down", down)):
+                turned = tensor.transpose(1, 2).contiguous() if kind == "weight" else tensor
+                joint[f"{stem}.{name}_proj{suffix}"] = turned
+    return joint
 
 
 def _tie(model: Any, text: Any, missing_names: set[str]) -> None:

@@ -87,7 +87,10 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
 
     model_class = getattr(transformers, CLASSES[family][1])
     model = model_class.from_pretrained(folder, torch_dtype=torch.float32)
-    state = _split_experts({name: value.numpy() for name, value in model.state_dict().items()})
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    if family == "gpt_oss":
+        state = _split_rows(state)
+    state = _split_experts(state)
     tensors = _stack_experts(state)
     if family in HYBRIDS:
         state = _take_linear(state, tensors, model.config)
@@ -142,6 +145,25 @@ def _take_linear(state: dict[str, Any], tensors: dict[str, Any], config: Any) ->
             prefix + "norm.weight": own["norm"], prefix + "dense.weight": own["out_proj"],
         }  # fmt: skip
     return state
+
+
+def _split_rows(state: dict[str, Any]) -> dict[str, Any]:
+    """gpt-oss's experts in the order of the others', and their biases by our names."""
+    split: dict[str, Any] = {}
+    for name, value in state.items():
+        stem, _, kind = name.rpartition(".experts.")
+        ours = stem.replace("model.", "transformer.")
+        if kind == "gate_up_proj":  # [in, out], and of the outputs every second one is of up
+            value = np.concatenate([value[..., at::2] for at in (0, 1)], axis=-1).swapaxes(1, 2)
+        elif kind == "down_proj":
+            value = value.swapaxes(1, 2)
+        elif kind == "gate_up_proj_bias":
+            name = f"{ours}.fc.bias"
+            value = np.concatenate([value[:, at::2] for at in (1, 0)], axis=1).reshape(-1)
+        elif kind == "down_proj_bias":
+            name, value = f"{ours}.proj.bias", value.reshape(-1)
+        split[name.replace("self_attn.sinks", "attention.sinks")] = value
+    return split
 
 
 def _split_experts(state: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
 from tests.families import CLASSES, HYBRIDS, make_family_model
 
-NOT_QUANTIZED = ("mixtral", "qwen2_moe", "qwen3_moe", *HYBRIDS)  # mixtures, and hybrids
+NOT_QUANTIZED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *HYBRIDS)  # mixtures, and hybrids
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 8
 KINDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "c_attn": "qkv", "qkv_proj": "qkv"}
 

@@ -298,17 +298,18 @@ struct Checks {
         find<void(E *, E *, const E *, const E *, const E *, const E *, const int64_t *,
                   const int64_t *, const int64_t *, const int64_t *, const uint8_t *, E *, int64_t,
                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                  float, float, float, float, int64_t)>(name("specdec_attend"));
+                  float, float, float, float, int64_t, const E *)>(name("specdec_attend"));
     const auto set_threads = find<void(int64_t)>("specdec_set_num_threads");
-    const Numbers norm = make<T>(H, -1);
+    const Numbers norm = make<T>(H, -1), scores = make<T>(N, 0);
     const E *normed = limit > 0.0f ? norm.data() : nullptr;
+    const E *sinks = window > 0 ? scores.data() : nullptr;
     const auto run = [&](Numbers &to, Numbers tokens, const std::vector<int64_t> &positions,
                          const std::vector<uint8_t> &mask, int64_t before) {
       const int64_t n = static_cast<int64_t>(positions.size()), row = 0;
       Numbers out(n * N * H);
       attend(tokens.data(), to.data(), normed, normed, nullptr, nullptr, &row, positions.data(),
              positions.data(), &before, mask.data(), out.data(), 1, n, n, N, K, H, 1, S, 0, window,
-             0.125f, limit, 1e-5f, 0.0f, 0);
+             0.125f, limit, 1e-5f, 0.0f, 0, sinks);
       return out;
     };
     std::vector<uint8_t> mask(81);
@@ -363,7 +364,7 @@ struct Checks {
     std::vector<Numbers> kept;
     std::vector<std::vector<char>> kept_integers;
     std::vector<const void *> pointers, final_norm;
-    Numbers embedding, row, cosine, sine;
+    Numbers embedding, row, cosine, sine, sinks;
 
     const void *keep(const Numbers &numbers) {
       kept.push_back(numbers);
@@ -396,6 +397,7 @@ struct Checks {
       row = make<T>(2 * 2 * K * S * H, -2);
       cosine = make<T>(S * H, -3);
       sine = make<T>(S * H, -3);
+      sinks = make<T>(N, -1);
     }
 
     // Every row of the cache holds the same numbers.
@@ -429,7 +431,7 @@ struct Checks {
       }
       const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
                                is_gated, 0, bits > 0};
-      // Of a layer its pointers, its rotary table, its window, no shift and no experts.
+      // Of a layer its pointers, its rotary table, its sinks, its window, no shift and no experts.
       std::vector<const void *> records;
       for (int layer = 0; layer < 2; ++layer) {
         const bool is_other = layer == 1 && is_normed;
@@ -437,6 +439,7 @@ struct Checks {
         records.insert(records.end(), pointers.begin() + layer * 18, pointers.begin() + (layer + 1) * 18);
         for (const void *field : {static_cast<const void *>(is_other ? sine.data() : cosine.data()),
                                   static_cast<const void *>(is_other ? cosine.data() : sine.data()),
+                                  static_cast<const void *>(is_other ? sinks.data() : nullptr),
                                   reinterpret_cast<const void *>(own_window),
                                   static_cast<const void *>(nullptr), static_cast<const void *>(nullptr)})
           records.push_back(field);

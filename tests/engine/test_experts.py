@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.experts import ExpertLayer
+from specdec.engine.experts import ExpertLayer, Router
+from specdec.engine.layers import CutGate
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_models import ExpertSizes, PackedExperts
@@ -22,9 +23,12 @@ HIDDEN = 72
 
 def make_layer(
     sizes: Experts, kernels: NativeKernels | None, rank: int = 0, *, broken: int | None = None,
-    router: torch.Tensor | None = None,
+    router: torch.Tensor | None = None, gate: CutGate | None = None,
 ) -> ExpertLayer:  # fmt: skip
-    """A rank's part of random experts. broken: the expert whose matrices are NaN."""
+    """A rank's part of random experts. broken: the expert whose matrices are NaN.
+
+    gate: that of gpt-oss, whose router and experts have biases.
+    """
     generator = torch.Generator().manual_seed(sizes.num)
 
     def make(*shape: int) -> torch.Tensor:
@@ -33,7 +37,16 @@ def make_layer(
     def cut(up: torch.Tensor, down: torch.Tensor, part: int, parts: int) -> list[Linear]:
         halves = [half.chunk(parts)[part] for half in up.chunk(2)]
         matrices = torch.cat(halves), down.chunk(parts, 1)[part].contiguous()
-        return [Linear(matrix, prepack=False, kernels=kernels) for matrix in matrices]
+        biases: list[torch.Tensor | None] = [None, None]
+        if gate is not None:  # every number of a matrix tells its row's
+            sums = (matrix.sum(1) for matrix in (up, down))
+            up_bias, down_bias = (0.5 * bias.double().cos().float() for bias in sums)
+            own_rows = [half.chunk(parts)[part] for half in up_bias.chunk(2)]
+            biases = [torch.cat(own_rows), None if part else down_bias]
+        return [
+            Linear(matrix, bias, prepack=False, kernels=kernels)
+            for matrix, bias in zip(matrices, biases, strict=True)
+        ]
 
     whole = [(make(2 * sizes.inner, HIDDEN), make(HIDDEN, sizes.inner)) for _ in range(sizes.num)]
     if broken is not None:
@@ -47,8 +60,9 @@ def make_layer(
         parts = cut(make(2 * inner, HIDDEN), make(HIDDEN, inner), rank, ranks)
         shared = parts[0], parts[1], make(1, HIDDEN)
     drawn = make(sizes.num, HIDDEN)
+    bias = None if gate is None else 3 * drawn[:, 0].clone()
     return ExpertLayer(
-        sizes, rank, "swiglu", drawn if router is None else router,
+        sizes, rank, gate or "swiglu", Router(drawn if router is None else router, bias),
         [up for up, _ in own], [down for _, down in own], shared, kernels,
     )  # fmt: skip
 
@@ -74,7 +88,7 @@ def test_the_sum_by_its_definition(kernels: NativeKernels | None, renormalizes: 
     sizes = Experts(num=5, top_k=2, inner=40, renormalizes=renormalizes)
     plain, expected = make_layer(sizes, None), torch.zeros_like(X)
     for place in np.ndindex(2, 7):
-        scores = (plain.router @ X[place]).exp()
+        scores = (plain.router.weight @ X[place]).exp()
         order = sorted(range(5), key=lambda e: -float(scores[e]))[:2]
         total = scores[order].sum() if renormalizes else scores.sum()
         for e in order:
@@ -84,13 +98,33 @@ def test_the_sum_by_its_definition(kernels: NativeKernels | None, renormalizes: 
     torch.testing.assert_close(run(make_layer(sizes, kernels), kernels, X), expected)
 
 
+@pytest.mark.parametrize("x", [X, 4 * X], ids=["within the limit", "beyond it"])
+def test_a_cut_gate_and_biases_by_their_definition(
+    kernels: NativeKernels | None, x: torch.Tensor
+) -> None:
+    sizes, gate = Experts(num=5, top_k=2, inner=40), CutGate(1.25, 1.7)
+    plain, expected = make_layer(sizes, None, gate=gate), torch.zeros_like(x)
+    assert plain.router.bias is not None
+    for place in np.ndindex(2, 7):
+        scores = plain.router.weight @ x[place] + plain.router.bias
+        top = scores.topk(2)
+        for e, weight in zip(top.indices.tolist(), top.values.softmax(0), strict=True):
+            up, activated = plain.up[e](x[place]).chunk(2)
+            activated = activated.clamp(max=1.25)
+            inner = (up.clamp(-1.25, 1.25) + 1) * activated * torch.sigmoid(1.7 * activated)
+            expected[place] += weight * plain.down[e](inner)
+    torch.testing.assert_close(run(make_layer(sizes, kernels, gate=gate), kernels, x), expected)
+
+
+@pytest.mark.parametrize("gate", [None, CutGate(1.25, 1.7)], ids=["silu", "cut"])
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (1, 2), (2, 2), (1, 3)])
 def test_ranks_add_up_to_the_whole(
-    kernels: NativeKernels | None, tp_size: int, ep_size: int
+    kernels: NativeKernels | None, tp_size: int, ep_size: int, gate: CutGate | None
 ) -> None:
-    whole = make_layer(ALL, None)(X)
-    sizes = Experts(**{**vars(ALL), "tp_size": tp_size, "ep_size": ep_size})
-    layers = [make_layer(sizes, kernels, rank) for rank in range(tp_size * ep_size)]
+    shared_inner = 0 if gate else ALL.shared_inner
+    whole = make_layer(dataclasses.replace(ALL, shared_inner=shared_inner), None, gate=gate)(X)
+    sizes = dataclasses.replace(ALL, shared_inner=shared_inner, tp_size=tp_size, ep_size=ep_size)
+    layers = [make_layer(sizes, kernels, rank, gate=gate) for rank in range(tp_size * ep_size)]
     torch.testing.assert_close(sum(run(layer, kernels, X) for layer in layers), whole)
     assert all(layer.counters.tolist() == layers[0].counters.tolist() for layer in layers)
 

@@ -93,7 +93,7 @@ def check_attention(
     full = build_full_mask(past, mask, positions, num_positions, how.window)
     keys, values = expected_cache[:, index]
     queries, seen = turned[:, :, :num_heads], torch.from_numpy(full)
-    expected = layers.attend(queries, keys, values, seen, how.scale, how.cap)
+    expected = layers.attend(queries, keys, values, seen, how.scale, how.cap, how.sinks)
     lines = positions[:, -num_tokens:] + shift
     plan = kernels.plan_step(rows, positions, lines, past, mask)
     actual = kernels.attend(qkv.clone(), cache, how, plan, num_heads, num_kv, size)
@@ -121,7 +121,8 @@ def test_attention(
 ) -> None:
     """Two of three cache rows, of different lengths, over a small tree.
 
-    With and without norms of queries and keys, and a cap on the scores, which are of its size.
+    With and without norms of queries and keys, sinks, and a cap on the scores, which are of its
+    size.
     """
     heads, kv_heads, size = sizes
     generator = torch.Generator().manual_seed(heads)
@@ -138,6 +139,7 @@ def test_attention(
     how = layers.Attention(
         scale=0.3, cap=None if window == 4 else 2.0, window=window, q_norm=norms[0],
         k_norm=norms[1],
+        sinks=torch.linspace(-9, 9, heads).to(dtype) if window in (1, 4, 30) else None,
         rotary=RotaryTable(model, 200, dtype, torch.device("cpu")) if rotated != 0 else None,
     )  # fmt: skip
     check_attention(

@@ -16,6 +16,9 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
     "rope_theta": 10000.0,
 }  # fmt: skip
+GPT_OSS_YARN = YARN | {
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0,
+}  # fmt: skip
 HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "head_dim": 64, "heads": 2, "kv_heads": 1,
@@ -49,6 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "smollm3": ("smollm3", {"layers": 4}),
     "seed_oss": ("seed_oss", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"rope_parameters": GPT_OSS_YARN, "max_position_embeddings": 64, "swiglu_limit": 7.0},
+    ),
     "qwen35": ("qwen3_5", HYBRID),
     "qwen35_moe": ("qwen3_5_moe", HYBRID),
     "qwen3_next": ("qwen3_next", HYBRID),

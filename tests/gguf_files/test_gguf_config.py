@@ -131,6 +131,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         "model_type": "stablelm", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
         "use_qkv_bias": True, "use_parallel_residual": False}),
     ("smollm3", {}, (), {"model_type": "smollm3", "no_rope_layer_interval": 4}),
+    ("gpt-oss", {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 40,
+                 "sliding_window": 77},
+     ("output.weight", "blk.0.attn_q.bias"), {
+        "model_type": "gpt_oss", "attention_bias": True, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 77,
+        "tie_word_embeddings": False, "layer_types": [SLIDING, FULL] * 2,
+        "rope_scaling": {"rope_type": "default"}}),
     ("seed_oss", {}, ("blk.0.attn_output.bias",), {
         "model_type": "seed_oss", "attention_bias": False, "attention_out_bias": True}),
     ("qwen35", HYBRID, (), HYBRID_FIELDS | {"model_type": "qwen3_5_text"}),

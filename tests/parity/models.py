@@ -36,6 +36,10 @@ _QWEN_MOE = {
     **_GQA, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 72,
 }  # fmt: skip
+_GPT_OSS = {
+    **_GQA, "num_hidden_layers": 3, "head_dim": 16, "num_local_experts": 8,
+    "num_experts_per_tok": 3, "sliding_window": WINDOW, "intermediate_size": 40,
+}  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
 _LINEAR = {
     "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
@@ -202,6 +206,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "Qwen3NextForCausalLM": {
         "plain": _HYBRID_MOE,
         "kept_weights": {**_HYBRID_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    },
+    "GptOssForCausalLM": {
+        "plain": {**_GPT_OSS, "swiglu_limit": 1.5},
+        "yarn": {
+            **_GPT_OSS, "head_dim": 24, "num_experts_per_tok": 1, "attention_bias": False,
+            "tie_word_embeddings": True, "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {**_YARN, "rope_theta": 150000.0, "truncate": False},
+        },
     },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},

@@ -18,7 +18,7 @@ from tests.parity.test_families import LIMIT, check_logits, check_reference, gen
 from tests.trt.networks import NEEDS_TENSORRT, load_here
 
 pytestmark = NEEDS_TENSORRT
-REFUSED = ("Mixtral", "Moe", "Qwen3_5", "Qwen3Next")  # mixtures and hybrids
+REFUSED = ("Mixtral", "Moe", "Qwen3_5", "Qwen3Next", "GptOss")  # mixtures and hybrids
 DENSE = [name for name in NAMES if all(kind not in name for kind in REFUSED)]
 # One variant of each family, and those that add arithmetic of their own.
 MORE = ("longrope", "350m", "-tied_head_dim", "LM-biases")
@@ -45,7 +45,7 @@ FIELDS = {
 def test_what_a_model_has_is_followed_or_refused() -> None:
     assert {field.name for field in dataclasses.fields(ModelConfig)} == FIELDS
     assert set(ACTIVATIONS) == set(layers.ACTIVATIONS)
-    refused = {"adds_one", "gates_attention"}
+    refused = {"adds_one", "gates_attention", "has_sinks", "gate_limit", "gate_slope"}
     assert {field.name for field in dataclasses.fields(Architecture)} == COMPUTED | refused
 
 

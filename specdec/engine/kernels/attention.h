@@ -10,13 +10,15 @@ namespace {
 // they are rotated, or null; cosine, sine: [lines, rotated]; window: positions that a token sees,
 // itself included, or 0 for all; scale: of the scores; cap: a score s becomes cap tanh(s / cap), or 0
 // where it stays; epsilon: of the norms, offset: what their weights are stored less; query_shift: how
-// many lines further on a query's line is than a key's.
+// many lines further on a query's line is than a key's; sinks: [N], a score of each query head that has
+// no value, or null.
 template <typename E>
 struct Attention {
   const E *q_norm, *k_norm, *cosine, *sine;
   int64_t rotated, window;
   float scale, cap, epsilon, offset = 0.0f;
   int64_t query_shift = 0;
+  const E *sinks = nullptr;
 };
 
 // Queries that use keys and values at a time, while these are cached: of a step of up to so many
@@ -236,8 +238,15 @@ class Attend {
     claim.write([&] {
       for (int64_t q = 0; q < tile.count; ++q) {
         const float *sums = partial.sums + q * width;
-        E *to = out + ((tile.b * step.T + get_token(tile, q)) * heads.N + get_head(tile, q)) * heads.H;
-        for (int64_t h = 0; h < heads.H; ++h) store(to[h], sums[h] / partial.totals[q]);
+        const int64_t head = get_head(tile, q);
+        E *to = out + ((tile.b * step.T + get_token(tile, q)) * heads.N + head) * heads.H;
+        float share = 1.0f, total = partial.totals[q];
+        if (attention.sinks != nullptr) {
+          const float sink = to_float(attention.sinks[head]), top = std::max(sink, partial.tops[q]);
+          share = exp_fast(partial.tops[q] - top);
+          total = mul_add(total, share, exp_fast(sink - top));
+        }
+        for (int64_t h = 0; h < heads.H; ++h) store(to[h], sums[h] * share / total);
       }
     });
   }

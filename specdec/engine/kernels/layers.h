@@ -12,9 +12,12 @@ namespace {
 // a library is loaded. router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts,
 // counted from `first_expert`, packed: the rows that are multiplied, then those that are activated;
 // down: [D, I]; gate: [D], of the shared expert, which is absent where shared_I is 0; counters: steps,
-// tokens, experts chosen by any of a step's tokens.
+// tokens, experts chosen by any of a step's tokens. router_bias: [num]; up_biases, down_biases: [count, 2 I]
+// and [count, D]; each may be null. limit, slope: of `gate_mul_cut`, or limit is 0 for silu.
 struct ExpertsRecord {
-  const float *router;
+  const float *router, *router_bias;
+  const void *up_biases, *down_biases;
+  double limit, slope;
   const void *const *up, *const *down;
   const void *shared_up, *shared_down, *gate;
   int64_t *counters;
@@ -47,18 +50,34 @@ struct ExpertBuffers {
   std::vector<float> products;
 };
 
-// products [M, D] = down (silu(gate x) * up x), for M rows of x.
+// An expert's matrices and biases, of which those may be null.
 template <typename W, typename E>
-void run_expert(const E *x, int64_t M, int64_t D, const void *up, const void *down, int64_t I,
+struct Expert {
+  const W *up, *down;
+  int64_t I;
+  const E *up_bias, *down_bias;
+
+  Expert(const void *up, const void *down, int64_t I, const void *up_bias = nullptr,
+         const void *down_bias = nullptr)
+      : up(static_cast<const W *>(up)), down(static_cast<const W *>(down)), I(I),
+        up_bias(static_cast<const E *>(up_bias)), down_bias(static_cast<const E *>(down_bias)) {}
+};
+
+// products [M, D] = down (silu(gate x) * up x), for M rows of x, or with the gate of `gate_mul_cut`.
+template <typename W, typename E>
+void run_expert(const E *x, int64_t M, int64_t D, const Expert<W, E> &expert, const ExpertsRecord &e,
                 ExpertBuffers<E> &buffers) {
+  const int64_t I = expert.I;
   buffers.halves.resize(M * 2 * I);
   buffers.gated.resize(M * I);
   buffers.products.resize(M * D);
-  const E *none = nullptr;
-  multiply(x, M, D, static_cast<const W *>(up), none, 2 * I, buffers.halves.data());
-  gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
-  multiply(buffers.gated.data(), M, I, static_cast<const W *>(down), none, D,
-           buffers.products.data());
+  multiply(x, M, D, expert.up, expert.up_bias, 2 * I, buffers.halves.data());
+  if (e.limit > 0)
+    gate_mul_cut(buffers.halves.data(), buffers.gated.data(), M, I, static_cast<float>(e.slope),
+                 static_cast<float>(e.limit));
+  else
+    gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
+  multiply(buffers.gated.data(), M, I, expert.down, expert.down_bias, D, buffers.products.data());
 }
 
 // Computes out [M, D], the sum of a rank's experts for x [M, D]. An expert's matrices are read once for
@@ -68,7 +87,7 @@ void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *ou
   std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
   std::vector<std::vector<std::pair<int64_t, float>>> routed(e.num);  // tokens and their weights
   std::vector<Ranked> queue;
-  multiply(x, M, D, e.router, static_cast<const float *>(nullptr), e.num, scores.data());
+  multiply(x, M, D, e.router, e.router_bias, e.num, scores.data());
   for (int64_t m = 0; m < M; ++m) {
     const float divisor = choose_experts(&scores[m * e.num], e, queue);
     for (int64_t k = 0; k < e.top_k; ++k)
@@ -90,13 +109,18 @@ void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *ou
     buffers.rows.resize(count * D);
     for (int64_t i = 0; i < count; ++i)
       std::memcpy(&buffers.rows[i * D], x + tokens[i].first * D, sizeof(E) * D);
-    run_expert<W>(buffers.rows.data(), count, D, e.up[expert], e.down[expert], e.I, buffers);
+    const E *up_biases = static_cast<const E *>(e.up_biases);
+    const E *down_biases = static_cast<const E *>(e.down_biases);
+    const Expert<W, E> matrices(e.up[expert], e.down[expert], e.I,
+                                up_biases == nullptr ? nullptr : up_biases + expert * 2 * e.I,
+                                down_biases == nullptr ? nullptr : down_biases + expert * D);
+    run_expert(buffers.rows.data(), count, D, matrices, e, buffers);
     for (int64_t i = 0; i < count; ++i)
       add(tokens[i].second, &buffers.products[i * D], tokens[i].first);
   }
   if (e.shared_I > 0) {
     const E *gate = static_cast<const E *>(e.gate);
-    run_expert<W>(x, M, D, e.shared_up, e.shared_down, e.shared_I, buffers);
+    run_expert(x, M, D, Expert<W, E>(e.shared_up, e.shared_down, e.shared_I), e, buffers);
     for (int64_t m = 0; m < M; ++m) {
       const float amount = sum_row(D, [&](auto partial_sum, int64_t i) {
         typedef decltype(partial_sum) V;
@@ -134,7 +158,7 @@ void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *output_mask, int
 
 // The weights of a decoder's layer. up: gate and up stacked where it is gated; q_norm, k_norm: norms of
 // queries and of keys; dense_norm, down_norm: norms of the outputs of dense and of down; cosine, sine:
-// null for a layer without positions; window, query_shift: as of Attention; experts: instead of up and down. Absent
+// null for a layer without positions; window, query_shift, sinks: as of Attention; experts: instead of up and down. Absent
 // ones are null, and a layer without post norm has attention and MLP read the same input. Matrices are
 // packed, of type W; all else is of type E.
 template <typename W, typename E>
@@ -148,7 +172,7 @@ struct LayerRecord {
   const E *up_bias;
   const W *down;
   const E *down_bias, *q_norm, *k_norm, *dense_norm, *dense_norm_bias, *down_norm, *down_norm_bias;
-  const E *cosine, *sine;
+  const E *cosine, *sine, *sinks;
   int64_t window, query_shift;
   const ExpertsRecord *experts;
 };
@@ -191,7 +215,7 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
     const E *down_norm[] = {w.down_norm, w.down_norm_bias};
     const Attention<E> attention = {
         w.q_norm, w.k_norm,      w.cosine,    w.sine, w.cosine ? s.rotated : 0,
-        w.window, scalars.scale, scalars.cap, epsilon, 0.0f, w.query_shift};
+        w.window, scalars.scale, scalars.cap, epsilon, 0.0f, w.query_shift, w.sinks};
     const bool has_input = layer == 0 && first != nullptr;
     const bool is_cut = output_mask != nullptr && is_last;
     multiply(has_input ? first : out, M, has_input ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,

@@ -88,6 +88,22 @@ void gate_mul(const E *halves, E *out, int64_t rows, int64_t I, int64_t activate
   });
 }
 
+// Of rows [2 I] the second half, at most `limit`, times its sigmoid of `slope` times itself, and times one
+// more than the first half, which is cut to -limit and limit.
+template <typename E>
+void gate_mul_cut(const E *halves, E *out, int64_t rows, int64_t I, float slope, float limit) {
+  for_each(rows, rows * I * kActivationWork > kParallelWork, [&](int64_t r) {
+    const E *up = halves + r * 2 * I, *gate = up + I;
+    E *to = out + r * I;
+#pragma omp simd
+    for (int64_t i = 0; i < I; ++i) {
+      const float g = to_float(gate[i]), u = to_float(up[i]), cut_gate = g > limit ? limit : g;
+      const float cut_up = u > limit ? limit : u < -limit ? -limit : u;
+      store(to[i], cut_gate * sigmoid(slope * cut_gate) * (cut_up + 1.0f));
+    }
+  });
+}
+
 // Rotates the first `size` dimensions of a head of H, halves paired; the others are copied.
 template <typename E>
 void rotate_to(const E *from, E *to, const E *cosine, const E *sine, int64_t size, int64_t H) {
