@@ -598,6 +598,24 @@ def test_each_row_has_an_example_and_each_hint_leads_somewhere(
 # ---- Tables by name.
 
 
+# A table of refusals or causes that no example here meets -> the file of the test that does.
+WALKED_ELSEWHERE = {"verify/report.py": "tests/verify/test_parts.py"}
+
+
+def test_each_table_of_refusals_is_walked() -> None:
+    """A new one needs a test that takes its rows."""
+    tables = [
+        (path.relative_to(ROOT).as_posix(), path.stem, name)
+        for folder in FOLDERS.split() for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in re.findall(r"^(REFUSED|REFUSALS|CAUSES)\b", path.read_text(), re.MULTILINE)
+    ]  # fmt: skip
+    assert len(tables) >= 5
+    for file, module, name in tables:
+        text = (ROOT / WALKED_ELSEWHERE.get(file, f"tests/core/{Path(__file__).name}")).read_text()
+        words = (f"{module}.{name}", f"in {name}.items()")
+        assert any(word in text for word in words[file in WALKED_ELSEWHERE :]), (file, name)
+
+
 def make_error(*names: str) -> Exception:
     """An exception whose class and bases have these names, the first the class's own."""
     kind: Any = Exception
