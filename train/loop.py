@@ -30,13 +30,14 @@ logger = get_logger(__name__)
 class Hooks:
     """Functions that the loop calls; the defaults are for all but the main process.
 
-    log: writes a line of progress. save: writes a checkpoint. measure_acceptance: called at every
-    evaluation, on the main process. is_enough: returns whether an evaluation ends the training,
-    with one result on all processes.
+    log: writes a line of progress. save: writes a checkpoint. finish: called after the last line.
+    measure_acceptance: called at every evaluation, on the main process. is_enough: returns whether
+    an evaluation ends the training, with one result on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = lambda line: None
     save: Callable[[dict[str, Any]], None] = lambda checkpoint: None
+    finish: Callable[[], None] = lambda: None
     measure_acceptance: Callable[[], dict[str, Any]] | None = None
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
@@ -208,8 +209,12 @@ class Loop:
 
     def _find_first_place(self, batch_index: int) -> int:
         """Return the place of a batch's first row among the rows of its step."""
-        batches_before = batch_index * self.accelerator.num_processes
-        return self.settings.batch_size * (batches_before + self.accelerator.process_index)
+        num_processes, process_index = (
+            self.accelerator.num_processes,
+            self.accelerator.process_index,
+        )
+        batches_before: int = batch_index * num_processes + process_index
+        return self.settings.batch_size * batches_before
 
     def evaluate(self) -> dict[str, Any]:
         """Measure loss and accuracies on the held-out rows, shared among the processes."""

@@ -23,9 +23,10 @@ from .devices import start_accelerator
 from .job import TrainingJob, make_drafter, prepare_job
 from .settings import TRAINABLE, TrainSettings
 from .setup import list_inputs, prepare_setup
+from .tracker import Tracker, check_tracker
 
 if TYPE_CHECKING:
-    from .loop import Loop
+    from .loop import Hooks, Loop
 
 
 def find_decay(settings: TrainSettings) -> str | None:
@@ -49,6 +50,10 @@ EAGLE3_OPTIONS = (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_tok
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
         lambda s: s.plan and s.sanity, "both --plan and --sanity are given", "give one of them",
+    ),
+    (
+        lambda s: s.tracker is not None and (s.plan or s.sanity),
+        "--tracker {tracker} with --plan or --sanity, which log nothing", "leave it out",
     ),
     (
         lambda s: s.max_steps is not None and s.num_epochs is not None,
@@ -178,6 +183,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             raise
         start_time = time.monotonic()
         evaluation = loop.run()
+        loop.hooks.finish()
         if folder is not None:
             report = {
                 "method": settings.method,
@@ -274,12 +280,24 @@ def start_loop(job: TrainingJob) -> Loop:
         logger.info("resumed at step %d", loop.step)
     if accelerator.is_main_process:
         state.cut_log(loop.step)
+        if settings.tracker is not None:
+            loop.hooks = track(loop.hooks, Tracker(settings, loop.step))
     logger.info(
         "%d parameters, %d rows of up to %d tokens, %d rows a step, %d steps, %s on %s",
         sum(p.numel() for p in drafter.parameters()), len(job.train_rows), job.max_length,
         loop.rows_per_step, loop.num_steps, job.dtype, accelerator.device.type,
     )  # fmt: skip
     return loop
+
+
+def track(hooks: Hooks, tracker: Tracker) -> Hooks:
+    """Return hooks that also give the log's lines to a tracker."""
+
+    def log(line: dict[str, Any]) -> None:
+        hooks.log(line)
+        tracker.log(line)
+
+    return dataclasses.replace(hooks, log=log, finish=tracker.finish)
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -295,6 +313,7 @@ def check_settings(settings: TrainSettings) -> None:
                 "leave it out",
             )
     refuse_contradictions(settings, CONTRADICTIONS)
+    check_tracker(settings.tracker)
     check_data_file(settings.data, "--data")
     if settings.eval_data is not None:
         check_data_file(settings.eval_data, "--eval-data")

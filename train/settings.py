@@ -18,6 +18,7 @@ INTERRUPTION = option_group("Interruption")
 EVALUATION = option_group("Evaluation", rare=True)
 
 LOSSES = ("kl", "ce", "tv", "lk", "lk_hybrid", "ce_l1")  # of loss_table.py, which imports torch
+TRACKERS = ("tensorboard", "wandb", "trackio")  # modules and extras of these names
 DEPTH_WEIGHTINGS = ("decay", "uniform", "reach", "dpace")
 TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 
@@ -155,6 +156,10 @@ class TrainSettings:
         5, help="Report the accuracy of the top 1 to the top K tokens.", minimum=1
     )
     logging_steps: int = EVALUATION(10, help="Steps between progress lines.", minimum=1)
+    tracker: str | None = EVALUATION(
+        help="Also give the log's numbers to this tracker, by its own library: tensorboard, into"
+        " OUT.tensorboard; wandb; or trackio.", choices=TRACKERS,
+    )  # fmt: skip
     sanity: bool = EVALUATION(
         False,
         help="Test the training: learn one row by heart and write nothing; exit status 1 if"

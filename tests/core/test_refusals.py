@@ -231,6 +231,8 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         (f"{TRAIN} --warmup-ratio 1.5", "--warmup-ratio is 1.5", "give 0 to 1"),
         (f"{TRAIN} --self-distillation 1.5", "--self-distillation is 1.5", "give a share, 0 to 1"),
         (f"{TRAIN} --plan --sanity", "both --plan and --sanity are given", ONE),
+        (f"{TRAIN} --tracker wandb --plan",
+         "--tracker wandb with --plan or --sanity, which log nothing", LEAVE),
         (f"{TRAIN} --hidden-states-layers 2,4",
          "--hidden-states-layers without --hidden-states-from: the target is run here",
          "give the server or folder of the states, or leave the layers out"),

@@ -46,7 +46,7 @@ def train_all(folder: Path, inputs: list[str]) -> None:
             raise InterruptedError
         return take_step(self, step, measure=measure)
 
-    loop.Loop.take_step = stop  # type: ignore[method-assign]
+    loop.Loop.take_step = stop
     words = [*inputs, *BASIC, *KINDS[KILLED].split(), "--batch-size", "2", "--output-dir"]
     reset_accelerator()
     with pytest.raises(InterruptedError):
