@@ -78,7 +78,10 @@ class Tracker:
     def finish(self) -> None:
         """End the run."""
         with keep_stdout_clean(), contextlib.redirect_stdout(sys.stderr):
-            (self._run.close if self.name == "tensorboard" else self._run.finish)()
+            if self.name == "tensorboard":
+                self._run.close()
+            else:  # of a run that is ended by itself, Trackio prints its end once more at exit
+                importlib.import_module(self.name).finish()
 
 
 def list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

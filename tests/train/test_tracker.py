@@ -66,14 +66,14 @@ def test_runs_get_the_numbers(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         log=lambda values, step: calls.extend(
             ((key, step), value) for key, value in values.items()
         ),
-        finish=lambda: calls.append("finish"),
     )
 
     def init(**options: Any) -> Any:
         calls.append((options["project"], options["name"], options["config"]["tracker"]))
         return run
 
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))
+    library = SimpleNamespace(init=init, finish=lambda: calls.append("finish"))
+    monkeypatch.setitem(sys.modules, name, library)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
     tracked = tracker.Tracker(make_settings(name, tmp_path), 0)
     for line in LINES:
