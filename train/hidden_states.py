@@ -43,7 +43,7 @@ from specdec.system.logs import get_logger
 from . import fp8
 from .features import OutputHead
 from .rows import TokenRows
-from .setup import Setup, list_inputs, open_target
+from .setup import Setup, list_inputs, open_target, read_bytes
 from .state import name_source, refuse_changes
 from .target import FrozenTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
@@ -89,7 +89,8 @@ class StatesFile:
 class StatesPlan:
     """Plan of a folder of hidden states: its facts, layers, number types and files.
 
-    dtype: of the states in the files. compute_dtype: of the states as they are read.
+    dtype: of the states in the files. compute_dtype: of the states as they are read. max_bytes:
+    of the folder; None: any number.
     """
 
     facts: Mapping[str, Any]
@@ -99,6 +100,7 @@ class StatesPlan:
     hidden_size: int
     dtype: str
     compute_dtype: str
+    max_bytes: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -128,9 +130,22 @@ class StatesPlan:
 
     @functools.cached_property
     def shards(self) -> list[StatesFile]:
-        return [
+        """Files of the folder: of all rows, or of the first ones, as many as may be kept."""
+        shards = [
             shard for split, rows in self.splits.items() for shard in self._list_shards(split, rows)
         ]
+        if self.max_bytes is None:
+            return shards
+        sizes = itertools.accumulate(map(self.measure, shards), initial=self.table_bytes)
+        num_kept = sum(size <= self.max_bytes for size in itertools.islice(sizes, 1, None))
+        if not num_kept:
+            raise SpecDecError(
+                f"--max-disk leaves {self.max_bytes} bytes, but the target's tables take"
+                f" {self.table_bytes} and the first of {len(shards)} files"
+                f" {self.measure(shards[0])}",
+                "give more, or leave out --hidden-states-dir",
+            )
+        return shards[:num_kept]
 
     def _list_shards(self, split: str, rows: TokenRows) -> list[StatesFile]:
         first_rows = [0]
@@ -370,6 +385,16 @@ class StoredTarget(FrozenTarget):
         self.shards = {
             split: [shard for shard in shards if shard.split == split] for split in plan.splits
         }
+        counts = {split: sum(s.num_rows for s in shards) for split, shards in self.shards.items()}
+        is_whole = all(counts[split] == len(rows) for split, rows in plan.splits.items())
+        # Gives the states of the rows that are not kept.
+        self.rest = None if is_whole else _open_writer(plan, setup)
+        if self.rest is not None:
+            num_rows = sum(map(len, plan.splits.values()))
+            logger.info(
+                "hidden states: %d of %d rows are in %s, the others are computed whenever they are"
+                " read", sum(counts.values()), num_rows, folder,
+            )  # fmt: skip
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_shard)
         for shard in itertools.chain(*self.shards.values()):
             self._open(shard)
@@ -407,20 +432,44 @@ class StoredTarget(FrozenTarget):
             )
         return file
 
+    def _find_shard(self, rows: TokenRows, row: int) -> StatesFile | None:
+        """Return the file that has a row, None where it is not kept."""
+        split = next(split for split, split_rows in self.plan.splits.items() if split_rows is rows)
+        shards = self.shards[split]
+        index = bisect.bisect([shard.first_row for shard in shards], row) - 1
+        return shards[index] if shards and row < shards[index].end_row else None
+
+    def expect(self, rows: TokenRows, indices: list[int]) -> None:
+        """Let the rest prepare for the rows that are not kept."""
+        if self.rest is not None:
+            self.rest.expect(rows, [i for i in indices if self._find_shard(rows, i) is None])
+
     def find_states(self, batch: RowBatch) -> tuple[Tensor, ...]:
-        """Read the hidden states of a batch from the files."""
-        split = next(split for split, rows in self.plan.splits.items() if rows is batch.rows)
+        """Read the hidden states of a batch from the files; those of rows not kept are computed."""
         names = ["hidden", *(f"layer.{layer}" for layer in self.aux_layers)]
         row_states: dict[str, list[Tensor]] = {name: [] for name in names}
-        shards = self.shards[split]
         for row, length in zip(batch.indices, batch.lengths, strict=True):
-            shard = shards[bisect.bisect([shard.first_row for shard in shards], row) - 1]
-            first_token = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first_row])
-            file = self._open(shard)
-            tokens = slice(first_token, first_token + length)
-            for name in names:
-                row_states[name].append(self._read_states(file, name, tokens))
+            shard = self._find_shard(batch.rows, row)
+            if shard is None:
+                states = self._compute_row(batch, row)
+            else:
+                first_token = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first_row])
+                file = self._open(shard)
+                tokens = slice(first_token, first_token + length)
+                states = [self._read_states(file, name, tokens) for name in names]
+            for name, state in zip(names, states, strict=True):
+                row_states[name].append(state)
         return tuple(join_rows(row_states[name]).to(batch.tokens.device) for name in names)
+
+    def _compute_row(self, batch: RowBatch, row: int) -> list[Tensor]:
+        """Return a row's states from the target, rounded as kept ones are."""
+        assert self.rest is not None
+        row_batch = make_batch(batch.rows, [row], batch.tokens.device)
+        states = [state[0].cpu() for state in self.rest.find_states(row_batch)]
+        if self.plan.dtype != fp8.DTYPE:
+            return states
+        dtype = TORCH_DTYPES[self.plan.compute_dtype]
+        return [fp8.restore_states(*fp8.quantize_states(state), dtype) for state in states]
 
     def _read_states(self, file: TensorFile, name: str, tokens: slice) -> Tensor:
         states = view_tensor(file.read(name)[tokens], self.plan.dtype)
@@ -444,7 +493,10 @@ def open_states(
     plan = make_plan(setup, splits, vocab_size, fp8.DTYPE if option == "fp8" else setup.dtype)
     types = {"--dtype": setup.dtype, DTYPE_FACT: option}
     facts = {**types, **name_source(setup.settings), **facts, **hashes}
-    plan = dataclasses.replace(plan, facts=facts)
+    max_disk = setup.settings.max_disk
+    plan = dataclasses.replace(
+        plan, facts=facts, max_bytes=None if max_disk is None else read_bytes(max_disk)
+    )
     if not (folder / "manifest.json").is_file():
         write_states(folder, plan, setup, sources)
         gc.collect()  # frees the target, which may be large and has reference cycles

@@ -22,7 +22,7 @@ from specdec.text.documents import check_data_file
 from .devices import start_accelerator
 from .job import TrainingJob, make_drafter, prepare_job
 from .settings import TRAINABLE, TrainSettings
-from .setup import list_inputs, prepare_setup
+from .setup import list_inputs, prepare_setup, read_bytes
 from .tracker import Tracker, check_tracker
 
 if TYPE_CHECKING:
@@ -71,6 +71,21 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda s: s.hidden_states_dtype != "auto" and s.hidden_states_dir is None,
         "--hidden-states-dtype {hidden_states_dtype} without --hidden-states-dir: none are kept",
         "name a folder with --hidden-states-dir, or leave the type out",
+    ),
+    (
+        lambda s: s.max_disk is not None and s.hidden_states_dir is None,
+        "--max-disk {max_disk} without --hidden-states-dir: no states are kept",
+        "name a folder with --hidden-states-dir, or leave it out",
+    ),
+    (
+        lambda s: s.max_disk is not None and read_bytes(s.max_disk) is None,
+        "--max-disk is {max_disk!r}", "give a number of bytes, such as 500GB, 1.5TB or 64GiB",
+    ),
+    (
+        lambda s: s.max_disk is not None and s.shard_target,
+        "--max-disk with --shard-target: processes that share a target read it equally often, which"
+        " those of kept states do not",
+        "leave one of them out",
     ),
     (
         lambda s: s.hidden_states_layers is not None and s.hidden_states_from is None,

@@ -123,6 +123,10 @@ class TrainSettings:
         help="Type of the kept hidden states. auto: that of the computation; fp8: e4m3 with a scale"
         " for each token, half the disk of bfloat16.", choices=("auto", "fp8"),
     )  # fmt: skip
+    max_disk: str | None = LARGE_TARGETS(
+        help="Most bytes of --hidden-states-dir, such as 500GB: the states of rows that do not fit"
+        " are computed, or asked for, whenever they are read.", metavar="BYTES",
+    )  # fmt: skip
     hidden_states_from: str | None = LARGE_TARGETS(
         help="Take the target's hidden states from a vLLM server that extracts them, or from a"
         " folder that it or speculators wrote; of --model-dir only configuration, tokenizer,"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,22 @@ def list_inputs(settings: TrainSettings) -> list[Path]:
         settings.model_dir, settings.data, settings.eval_data, settings.start_from,
         settings.hidden_states_from,
     )  # fmt: skip
+
+
+UNITS = {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate(("", "K", "M", "G", "T", "P"))
+    if prefix or suffix == "B"
+}
+
+
+def read_bytes(text: str) -> int | None:
+    """Return the bytes of a size such as `1.5TB` or `64GiB`; None for any other text."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGTP]?i?B)?", text.strip())
+    if match is None or match[2] == "iB":
+        return None
+    return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
 def choose_max_length(settings: TrainSettings, config: Any) -> int:

@@ -30,7 +30,7 @@ from .settings import TrainSettings
 UNCOMPARED_SETTINGS = frozenset(
     "model_dir data eval_data output_dir batch_size gradient_accumulation_steps save_steps"
     " eval_steps eval_rows eval_prompts eval_output_len stop_at_acceptance report_top_k"
-    " logging_steps save_dtype sanity plan tracker"
+    " logging_steps save_dtype sanity plan tracker max_disk"
     " push_to_hub shard_target hidden_states_dir hidden_states_from hidden_states_layers resume"
     " force json".split()
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 import torch
 
 from specdec.files.tensor_file import TensorFile
-from specdec.train import fp8, hidden_states, target
+from specdec.train import fp8, hidden_states, setup, target
+from specdec.train.methods import load_method
 from specdec.train.rows import TokenRows
+from specdec.train.settings import TrainSettings
+from tests.conftest import ROOT
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", 32, "--batch-size", 2, "--seed", 3,
@@ -66,6 +70,7 @@ def test_the_weights_are_the_bytes_of_a_run_with_the_target(
     assert f"hidden states: they are in {states}" in first.err
     kept = {path.name: path.stat().st_mtime_ns for path in states.iterdir()}
     assert len([name for name in kept if name.startswith("train-")]) > 2
+    check_sizes(states)
     with monkeypatch.context() as patch:
         hide_the_layers(patch)
         run_train(*options, "--output-dir", tmp_path / "second")
@@ -74,6 +79,19 @@ def test_the_weights_are_the_bytes_of_a_run_with_the_target(
     assert read_bytes(tmp_path / "second") == wanted
     assert {path.name: path.stat().st_mtime_ns for path in states.iterdir()} == kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "live", "second", "states"]
+
+
+def check_sizes(states: Path) -> None:
+    """Compare the bytes of real files with those of a token, of which the page has a table."""
+    manifest = json.loads((states / "manifest.json").read_text())
+    files = [TensorFile(path) for path in states.glob("*-0*.safetensors")]
+    plan = hidden_states.StatesPlan(
+        facts={}, splits={}, layers=tuple(manifest["layers"]), vocab_size=320, hidden_size=32,
+        dtype=manifest["dtype"], compute_dtype="float32",
+    )  # fmt: skip
+    num_tokens = sum(file.tensors["hidden"].shape[0] for file in files)
+    num_bytes = sum(info.num_bytes for file in files for info in file.tensors.values())
+    assert num_bytes == num_tokens * plan.token_bytes
 
 
 def cut(path: Path) -> None:
@@ -285,6 +303,73 @@ def test_states_in_fp8_take_half_the_disk_and_are_not_mixed(
     assert read_bytes(tmp_path / "resumed") == read_bytes(tmp_path / "whole")
     for path in (tmp_path / "states").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "more-states" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_rows_beyond_the_budget_are_computed(
+    dtype: str, run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weights of a run that keeps all; a folder takes no more than it may."""
+    options = (*inputs, *KINDS["eagle3"], "--hidden-states-dtype", dtype)
+    whole, part = ("--hidden-states-dir", tmp_path / "whole"), tmp_path / "part"
+    run_train(*options, *whole, "--output-dir", tmp_path / "kept")
+    computed: list[int] = []
+    find_states = target.LiveTarget.find_states
+
+    def note(self: Any, batch: Any) -> Any:
+        computed.extend(batch.indices)
+        return find_states(self, batch)
+
+    monkeypatch.setattr(target.LiveTarget, "find_states", note)
+    budget = 300_000 if dtype == "auto" else 150_000
+    options = (*options, "--hidden-states-dir", part)
+    done = run_train(*options, "--max-disk", f"{budget / 1000}KB", "--output-dir", tmp_path / "a")
+    assert "rows are in" in done.err
+    sizes = [path.stat().st_size for path in part.glob("*.safetensors")]
+    assert budget - hidden_states.SHARD_BYTES * 1.5 < sum(sizes) <= budget
+    num_rows = len(set(computed))
+    computed.clear()
+    run_train(*options, "--output-dir", tmp_path / "b")  # and what was kept is read again
+    assert 0 < len(set(computed)) < num_rows
+    expected = read_bytes(tmp_path / "kept")
+    assert read_bytes(tmp_path / "a") == read_bytes(tmp_path / "b") == expected
+    other = (*options[:-1], tmp_path / "c", "--output-dir", tmp_path / "d")
+    done = run_train(*other, "--max-disk", "1KB", ends=1)
+    assert "--max-disk leaves 1000 bytes, but the target's tables take 81920 and" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("500", 500), ("1.5TB", 1_500_000_000_000), ("64GiB", 1 << 36), ("2 KB", 2000), ("7B", 7),
+     ("", None), ("-1", None), ("1e9", None), ("5iB", None), ("5G", None), ("GB", None)],
+)  # fmt: skip
+def test_sizes(text: str, size: int | None) -> None:
+    assert setup.read_bytes(text) == size
+
+
+def test_the_page_has_the_bytes_of_a_token() -> None:
+    """By the plan of a folder, whose files have these sizes."""
+    config: Any = SimpleNamespace(num_hidden_layers=32, hidden_size=4096, vocab_size=9)
+    flags: dict[str, dict[str, Any]] = {
+        "ReDrafter": {"method": "redrafter"}, "Medusa": {"method": "medusa"},
+        "EAGLE-1": {"method": "eagle"}, "MTP": {"method": "mtp"}, "DFlash": {"method": "dflash"},
+        "EAGLE-3": {"method": "eagle", "eagle_version": "3"},
+        "P-EAGLE": {"method": "eagle", "eagle_version": "3", "eagle_parallel": True},
+    }  # fmt: skip
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| ([^|]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    rows = {name: cells for names, *cells in table for name in names.split(", ")}
+    assert set(rows) == set(flags)
+    for name, options in flags.items():
+        settings = TrainSettings(model_dir="m", data=Path("d"), **options)
+        prepared: Any = SimpleNamespace(
+            settings=settings, config=config, dtype="bfloat16", method=load_method(settings.method)
+        )
+        plans = [
+            hidden_states.make_plan(prepared, {}, 9, dtype) for dtype in ("bfloat16", fp8.DTYPE)
+        ]
+        expected = [len(plans[0].names), *(plan.token_bytes for plan in plans)]
+        assert [int(cell.replace(",", "")) for cell in rows[name]] == expected
 
 
 def test_a_full_disk_is_seen_before_the_target_is_loaded(
