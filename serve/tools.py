@@ -18,6 +18,15 @@ from specdec.errors import shorten
 from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
 from specdec.text.grammar import space_schema
+from specdec.text.harmony import (
+    ENDS,
+    FINAL,
+    MESSAGE,
+    START,
+    TOOLS,
+    HarmonyParser,
+    find_opening,
+)
 from specdec.text.schemas import describe_faults, fit_schema
 
 from .protocol import BadRequest, refuse
@@ -208,6 +217,13 @@ def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
     """Return the parser of a request's answer, None for an answer without calls and reasoning."""
+    if formats.is_harmony:
+        return HarmonyParser(
+            formats.tools if calling is not None else None,
+            find_opening(request.input_text),
+            schemas=calling.schemas if calling is not None else None,
+            marks=formats.marks if request.form.skips_special else None,
+        )
     thinking = find_thinking(formats.reasoning, request.input_text)
     reasoning = None if thinking is False else formats.reasoning
     if calling is None and reasoning is None:
@@ -263,14 +279,38 @@ class GrammarWriter:
     ) -> dict[str, str]:
         """Return the Lark grammar of reasoning, calls and content; thinking: of find_thinking."""
         self._rules = {"TEXT": r"/(.|\n)*/", "SPACE": r"/\s{1,4}/"}
+        if formats.is_harmony and thinking is not False:
+            main = self._write_messages(calling, body_grammar)
+            self._rules = {"start": main, **self._rules}
+            return {"lark": self._join_rules()}
         main = self._write_body(body_grammar) if body_grammar is not None else ""
         if calling is not None and formats.tools is not None:
             main = self._write_calls(calling, formats.tools, main)
         if formats.reasoning is not None and thinking is not False:
             main = self._write_reasoning(formats.reasoning, bool(thinking), main)
         self._rules = {"start": main, **self._rules}
+        return {"lark": self._join_rules()}
+
+    def _join_rules(self) -> str:
         rules = (f"{name}: {rule}" for name, rule in self._rules.items())
-        return {"lark": "%llguidance {}\n" + "\n".join(rules)}
+        return "%llguidance {}\n" + "\n".join(rules)
+
+    def _write_messages(
+        self, calling: Calling | None, body_grammar: Mapping[str, Any] | None
+    ) -> str:
+        """Return the rule of harmony's messages: reasoning, then one call or one final text."""
+        literal, end = self._write_literal, self._write_literal(f"{ENDS[0]}{START}assistant")
+        channels = (literal(f"<|channel|>{name}{MESSAGE}") for name in ("analysis", "commentary"))
+        self._rules["before"] = " | ".join(f"{channel} TEXT {end}" for channel in channels)
+        parts = []
+        if calling is not None:
+            for i, (name, schema) in enumerate(calling.schemas.items()):
+                self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
+                parts.append(f"{literal(TOOLS.prefix + TOOLS.open(name))} args_{i}")
+        if calling is None or not calling.is_forced:
+            body = "TEXT" if body_grammar is None else self._write_body(body_grammar)
+            parts.append(f"{literal(FINAL)} {body}")
+        return f"before* ({' | '.join(parts)})"
 
     def _write_reasoning(self, form: ReasoningFormat, is_thinking: bool, main: str) -> str:
         """Return the rule of reasoning before `main`; is_thinking: whether reasoning is certain."""

@@ -150,13 +150,15 @@ class ChatFormats:
     """Formats of a model: None for a format that it lacks or that is unknown.
 
     use: what its chat template reads of tools and calls. marks: the markers that are special
-    tokens, by their ids; texts never hold these.
+    tokens, by their ids; texts never hold these. is_harmony: whether answers are messages on
+    channels, see harmony.py.
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     use: TemplateUse = TemplateUse()
     marks: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    is_harmony: bool = False
 
     @property
     def reads_tools(self) -> bool:

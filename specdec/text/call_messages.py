@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec.text import harmony
 from specdec.text.call_formats import TOOL_FORMATS, ChatFormats, ToolFormat
 
 Message = dict[str, Any]
@@ -25,6 +26,15 @@ def write_messages(
     that reads no tools, calls or results, these become text of other messages.
     """
     written_messages = [_clean_message(message, template) for message in messages]
+    if formats.is_harmony:
+        return harmony.write_turns(written_messages)
+    return _write_tools(written_messages, tools, formats)
+
+
+def _write_tools(
+    written_messages: list[Message], tools: Sequence[Mapping[str, Any]], formats: ChatFormats
+) -> list[Message]:
+    """Return a conversation in which tools, calls and results stand where a template reads them."""
     use = formats.use
     if formats.as_text or (not use.shows_calls and formats.tools is not None):
         form = formats.tools or TOOL_FORMATS["json"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from specdec.errors import shorten
 from specdec.system.logs import get_logger
+from specdec.text import harmony
 from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import (
     AUTO,
@@ -100,6 +101,11 @@ def choose_formats(tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
     template = str(tokenizer.chat_template or "")
     tool_format, reasoning_format = TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning)
     use = TemplateUse()
+    if harmony.is_harmony(template) and AUTO in (tools, reasoning):
+        marks = harmony.find_marks(tokenizer)
+        return ChatFormats(
+            harmony.TOOLS, harmony.REASONING, TemplateUse("tools"), marks, is_harmony=True
+        )
     if template:
         use, template_format = TemplateProbe(tokenizer).recognize()
         if tools == AUTO:

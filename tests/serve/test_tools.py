@@ -20,6 +20,7 @@ from specdec.serve.answers import Choice
 from specdec.serve.protocol import BadRequest
 from specdec.serve.schema import ChatBody
 from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling
+from specdec.text import harmony
 from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats, TemplateUse
 from specdec.text.call_messages import write_messages
@@ -506,6 +507,51 @@ def test_structured_output_comes_behind_the_reasoning(
     assert writer.write(None, formats, {"lark": "start: /a/"}, "a:<think>") == {
         "lark": "start: /a/"
     }
+
+
+HARMONY = ChatFormats(harmony.TOOLS, harmony.REASONING, READS, is_harmony=True)
+THOUGHT = f"{harmony.ANALYSIS}hm {{<|end|><|start|>assistant"
+SAID = f'{harmony.TOOLS.prefix}{harmony.TOOLS.open("say.it")}{{"word": "x"}}'
+
+
+@pytest.mark.parametrize(
+    ("given", "body", "allowed", "forbidden", "parts"),
+    [
+        (FORCED, None, [SAID, THOUGHT + SAID], [f"{harmony.FINAL}hi", THOUGHT, SAID[:-1]], ("", 1)),
+        (
+            {"is_strict": True}, None, [SAID, f"{THOUGHT}{harmony.FINAL}hi"],
+            [SAID.replace("word", "text"), "hi"], ("hi", 0),
+        ),
+        (
+            None, {"json_schema": {"enum": ["yes"]}},
+            [f'{THOUGHT}{THOUGHT}{harmony.FINAL}"yes"', f'{harmony.FINAL}"yes"'],
+            [f"{harmony.FINAL}yes", '"yes"', THOUGHT], ('"yes"', 0),
+        ),
+    ],
+)  # fmt: skip
+def test_grammars_of_channels(
+    tokenizer_dir: Path, given: dict[str, Any] | None, body: dict[str, Any] | None,
+    allowed: list[str], forbidden: list[str], parts: tuple[str, int],
+) -> None:  # fmt: skip
+    """Reasoning may come before; the marks are tokens of their own."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.add_tokens(list(harmony.MARKS), special_tokens=True)
+    schemas = {"say.it": SAY["function"]["parameters"]}
+    calling = None if given is None else Calling([SAY], schemas, **given)
+    prompt = "<|start|>assistant"
+    written = GrammarWriter(tokenizer).write(calling, HARMONY, body, prompt)
+    assert written is not None
+    for text in (*allowed, *forbidden):
+        assert follows(tokenizer, written["lark"], text) is (text in allowed), text
+    request = Request(
+        index=0, input_text=prompt, input_ids=[1], max_output_len=9, end_ids=frozenset()
+    )
+    parser = make_parser(calling, HARMONY, request)
+    assert isinstance(parser, harmony.HarmonyParser)
+    parser.feed(allowed[-1])
+    parser.finish()
+    assert (parser.content, len(parser.calls)) == parts
+    assert GrammarWriter(tokenizer).write(None, HARMONY, None, prompt) is None
 
 
 def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
