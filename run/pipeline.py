@@ -121,7 +121,9 @@ def generate_report(
     settings, requests = inputs.settings, inputs.requests
     start = time.perf_counter()
     counts = AcceptanceCounts() if settings.acceptance_output is not None else None
-    results, is_interrupted = generate(engine.runner, requests, settings, write, counts)
+    results, is_interrupted = generate(
+        engine.runner, requests, settings, write, counts, inputs.tokenizer
+    )
     seconds = time.perf_counter() - start
     best_results = choose_best(results)
     report: dict[str, Any] = {
@@ -226,6 +228,7 @@ def generate(
     settings: RunSettings,
     write: Callable[[str], None] | None,
     counts: AcceptanceCounts | None = None,
+    tokenizer: Any = None,
 ) -> tuple[list[ActiveRequest], bool]:
     """Return the results, and whether Ctrl-C came before they were complete."""
     from specdec.decode.loop import Interrupted
@@ -238,7 +241,9 @@ def generate(
     }  # fmt: skip
     try:
         if settings.streaming and write is not None:
-            printer = JsonPrinter(write) if settings.json else StreamPrinter(write, requests)
+            printer = (
+                JsonPrinter(write) if settings.json else StreamPrinter(write, requests, tokenizer)
+            )
             try:
                 options = {"follow_text": True, "on_progress": printer.show}
                 return engine.run(requests, **options, **loop_options), False
@@ -284,6 +289,7 @@ def describe_stats(
 
 def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
     """Return an entry of `outputs`; with --show-drafts and without --json, also its pieces."""
+    from specdec.text.harmony import open_answer
     from specdec.text.text_stream import decode_text
 
     from .drafts import split_pieces
@@ -292,6 +298,10 @@ def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings
     if text is None:
         text = decode_text(tokenizer, result.output_ids) if tokenizer else ""
     more_fields: dict[str, Any] = {}
+    answer = None if settings.show_drafts else open_answer(tokenizer, result.request)
+    if answer is not None:
+        text = answer.take(result.output_ids, is_over=True)
+        more_fields = {"reasoning_text": answer.parser.reasoning, "tool_calls": answer.parser.calls}
     if settings.show_drafts:
         more_fields["origins"] = result.origins
         if not settings.json:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from specdec.decode.requests import ActiveRequest, Request
+from specdec.text.harmony import open_answer
 from specdec.text.text_stream import TextStream
 
 
 class StreamPrinter:
-    """Printer of outputs as text, in the order of the requests: the first that runs is live."""
+    """Printer of outputs as text, in the order of the requests: the first that runs is live.
 
-    def __init__(self, write: Callable[[str], None], requests: Sequence[Request]) -> None:
+    Of an answer in harmony it is the content.
+    """
+
+    def __init__(
+        self, write: Callable[[str], None], requests: Sequence[Request], tokenizer: Any = None
+    ) -> None:
         self._write, self._requests = write, requests
+        answers = {request.index: open_answer(tokenizer, request) for request in requests}
+        self._answers = {index: answer for index, answer in answers.items() if answer is not None}
+        self._ids: dict[int, Sequence[int]] = {}  # of the outputs so far, by index
         self._turn = 0
         self._has_header = False
         self._texts: dict[int, TextStream] = {}  # streams of the requests that have begun, by index
@@ -24,6 +34,7 @@ class StreamPrinter:
         for request in requests:
             assert request.text_stream is not None
             self._texts[request.request.index] = request.text_stream
+            self._ids[request.request.index] = request.output_ids
             if request.finish_reason is not None:
                 request.text_stream.finish()
                 self._finished_indices.add(request.request.index)
@@ -47,13 +58,19 @@ class StreamPrinter:
                     f'Input [Text {index}]: "{request.input_text}"\nOutput [Text {index} Beam 0]: "'
                 )
                 self._has_header = True
-            if text is not None and (piece := text.take()):
+            if text is not None and (piece := self._take(index, text)):
                 self._write(piece)
             if index not in self._finished_indices:
                 return
             self._write('"\n')
             self._turn += 1
             self._has_header = False
+
+    def _take(self, index: int, text: TextStream) -> str:
+        answer = self._answers.get(index)
+        if answer is None:
+            return text.take()
+        return answer.take(self._ids[index], is_over=index in self._finished_indices)
 
 
 class JsonPrinter:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from specdec.text.answer_parser import Parser, Reading
 from specdec.text.call_formats import ReasoningFormat, ToolFormat
+from specdec.text.text_stream import INCOMPLETE, TextForm, decode_text
 
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
 # Special tokens whose places a text without them must tell.
@@ -150,6 +151,33 @@ class HarmonyParser(Parser):
         """Note where the reasoning ends, once, in the text that was fed."""
         if not self.reasoning_end and self.reasoning:
             self.reasoning_end = max(0, self._position - self._offset)
+
+
+class AnswerText:
+    """Content of an answer in harmony by its tokens, which grow; its parser has the other parts."""
+
+    def __init__(self, tokenizer: Any, prompt: str) -> None:
+        self._tokenizer, self._length = tokenizer, 0
+        self.parser = HarmonyParser(TOOLS, find_opening(prompt))
+
+    def take(self, ids: Sequence[int], *, is_over: bool) -> str:
+        """Return what the content has gained; ids: of the whole answer so far."""
+        text = decode_text(self._tokenizer, ids, TextForm(skips_special=False))
+        text = text if is_over else text.rstrip(INCOMPLETE)
+        deltas = self.parser.feed(text[self._length :])
+        self._length = len(text)
+        deltas += self.parser.finish() if is_over else []
+        return "".join(delta.get("content", "") for delta in deltas)
+
+
+def open_answer(tokenizer: Any, request: Any) -> AnswerText | None:
+    """Return the text of a request's answer; None where it is not harmony, or shown as it is."""
+    is_asked = is_harmony(str(getattr(tokenizer, "chat_template", "") or ""))
+    prompt = request.input_text
+    is_turn = START in prompt and find_opening(prompt).startswith("assistant")
+    if not (is_asked and is_turn) or request.stop or not request.form.skips_special:
+        return None
+    return AnswerText(tokenizer, prompt)
 
 
 def write_turns(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -14,6 +14,7 @@ from specdec.run.backends import embedded
 from specdec.run.backends.base import OpenedEngine
 from specdec.run.settings import RunSettings
 from specdec.run.streaming import JsonPrinter, StreamPrinter
+from specdec.text import harmony
 from specdec.text.text_stream import TextStream
 
 LETTERS = SimpleNamespace(decode=lambda ids, **_: "".join(chr(token) for token in ids))
@@ -62,6 +63,25 @@ def test_texts_come_in_the_order_of_the_requests() -> None:
     assert written[3:] == [
         "S", '"\n', 'Input [Text 1]: "second"\nOutput [Text 1 Beam 0]: "', "xyz", '"\n',
     ]  # fmt: skip
+
+
+def test_of_harmony_the_content_is_written() -> None:
+    """As it comes, behind the prompt's open turn; of the other request all is text."""
+    written: list[str] = []
+    growing = Growing("<|start|>assistant", "other")
+    tokenizer = SimpleNamespace(
+        decode=LETTERS.decode, chat_template=f"<|start|>assistant{harmony.FINAL}"
+    )
+    printer = StreamPrinter(written.append, growing.requests, tokenizer)
+    text = f"{harmony.ANALYSIS}So.<|end|><|start|>assistant{harmony.FINAL}It is"
+    printer.show(growing.add(0, text))
+    printer.show(growing.add(0, " so.<|return|>", is_last=True))
+    printer.show(growing.add(1, "<|x|>", is_last=True))
+    assert "".join(written) == (
+        'Input [Text 0]: "<|start|>assistant"\nOutput [Text 0 Beam 0]: "It is so."\n'
+        'Input [Text 1]: "other"\nOutput [Text 1 Beam 0]: "<|x|>"\n'
+    )
+    assert written[1] == "It is", "what has come is written at once"
 
 
 def test_what_is_incomplete_is_written_at_the_end() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specdec.decode.requests import Request
 from specdec.serve.tools import find_thinking
 from specdec.text.call_formats import ChatFormats
 from specdec.text.call_messages import write_messages
 from specdec.text.call_probe import choose_formats
-from specdec.text.harmony import MARKS, TOOLS, HarmonyParser, find_opening
+from specdec.text.harmony import MARKS, TOOLS, HarmonyParser, find_opening, open_answer
+from specdec.text.text_stream import TextForm
 from tests.serve.test_call_probe import TEMPLATES, Tokenizer
 
 SCHEMAS: dict[str, Any] = {"find": {"type": "object"}, "get-time": {"type": "object"}}
@@ -169,3 +172,27 @@ def test_a_conversation_is_written_as_the_template_takes_it() -> None:
     assert find_opening(text) == "assistant"
     answer = turns.removeprefix("<|start|>assistant").partition("<|start|>functions.")[0]
     assert parse([answer]) == ("I look.", "Both.", [("find", json.dumps({"i": 0}))])
+
+
+def test_a_run_shows_the_content() -> None:
+    """And names the other parts; what is no chat, or has stop words, stays as it is."""
+    decode = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    tokenizer = SimpleNamespace(decode=decode.decode, chat_template=load()[0].chat_template)
+
+    def ask(prompt: str, **fields: Any) -> Request:
+        return Request(
+            index=0, input_text=prompt, input_ids=[1], max_output_len=9, end_ids=frozenset(),
+            **fields,
+        )  # fmt: skip
+
+    answer = open_answer(tokenizer, ask("<|start|>user<|message|>hi<|end|><|start|>assistant"))
+    assert answer is not None
+    ids = [*map(ord, ANSWERS["reasoning before it"][0])]
+    texts = [answer.take(ids[:end], is_over=end == len(ids)) for end in range(len(ids) + 1)]
+    assert "".join(texts) == "Hello"
+    assert answer.parser.reasoning == "They greet.\nI greet."
+    assert open_answer(tokenizer, ask("no chat")) is None
+    assert open_answer(tokenizer, ask("<|start|>assistant", stop=("so",))) is None
+    shown = TextForm(skips_special=False)
+    assert open_answer(tokenizer, ask("<|start|>assistant", form=shown)) is None
+    assert open_answer(SimpleNamespace(chat_template=None), ask("<|start|>assistant")) is None
