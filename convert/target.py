@@ -246,10 +246,12 @@ def read_model(settings: ConvertSettings, opened: OpenedTarget) -> tuple[ModelCo
         model = dataclasses.replace(model, share_embedding_table=not is_split)
     model.find_problems().raise_all()
     check_experts(settings, opened, model)
-    if model.linear_attention is not None and opened.form in QUANTIZED_FORMS:
+    if model.recurrence is not None and opened.form in QUANTIZED_FORMS:
+        kinds = (
+            "linear and full attention" if model.linear_attention else "convolutions and attention"
+        )
         raise SpecDecError(
-            f"{opened.folder.path} is a hybrid of linear and full attention, and"
-            f" {QUANTIZED_FORMS[opened.form]}",
+            f"{opened.folder.path} is a hybrid of {kinds}, and {QUANTIZED_FORMS[opened.form]}",
             "leave --quantization out, or give --dequantize: specdec-build --quantization rounds"
             " the layers of hybrids",
         )

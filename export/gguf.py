@@ -110,7 +110,7 @@ def plan_rotary(net: ModelConfig) -> Array | None:
     kind = get_kind(net.rotary_scaling) if net.rotary_scaling else "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3") or net.linear_attention is not None:
+    if kind not in ("linear", "llama3") or net.recurrence is not None:
         raise SpecDecError(
             f"rotary scaling {shorten(kind)} is not written as GGUF",
             "linear and llama3 are, but not of hybrids; llama.cpp's convert_hf_to_gguf.py knows"

@@ -34,10 +34,12 @@ CLASSES = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-OWN = ("gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS)
+OWN = ("gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, "lfm2", "lfm2_moe")
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
@@ -70,7 +72,14 @@ EXPERTS["gpt_oss"] = {
     "swiglu_limit": 1.5, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
 }  # fmt: skip
 _MIXTURE = EXPERTS["qwen2_moe"] | _LINEAR
-EXPERTS |= {"qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE}  # fmt: skip
+EXPERTS |= {
+    "qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE,
+    "lfm2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
+        "routed_scaling_factor": 1.5,
+    },
+}  # fmt: skip
 
 
 def make_family_model(
@@ -120,6 +129,8 @@ def make_family_model(
         values |= _LINEAR
     elif family in EXPERTS:
         values |= EXPERTS[family]
+    elif family == "lfm2":
+        values |= {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3]}
     elif family == "stablelm":
         values["partial_rotary_factor"] = 0.5
     if family in ("gpt2", "opt"):
@@ -138,9 +149,13 @@ def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        for key, weight in (*model.named_parameters(), *model.named_buffers()):
+            if "rotary_emb" in key:
+                continue
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() > 1 and "embed" in key or "wte" in key or "wpe" in key:
+                weight.copy_(noise)
+            elif key.endswith((".conv.conv.weight", "expert_bias")):
                 weight.copy_(noise)
             elif weight.dim() > 1:
                 weight.copy_(noise * (2.0 / hidden**0.5))

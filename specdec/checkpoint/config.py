@@ -18,6 +18,8 @@ from specdec.model.config import ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
 from specdec.model.linear_attention import KEY, LinearAttention
 from specdec.model.quantization import Quantization, parse_quantization
+from specdec.model.short_conv import KEY as CONV_KEY
+from specdec.model.short_conv import ShortConvSizes
 
 # Python type of a key's value, by the annotation of the field of ModelConfig that it fills.
 KINDS: Mapping[str, type] = {
@@ -25,7 +27,10 @@ KINDS: Mapping[str, type] = {
     "tuple[str, ...]": list,
 }  # fmt: skip
 # Fields that are not read from a key of their name.
-COMPUTED_FIELDS = ("architecture", "tp_size", "pp_size", "experts", KEY, "own_arithmetic")
+RECURRENCES: Mapping[str, type] = {KEY: LinearAttention, CONV_KEY: ShortConvSizes}
+COMPUTED_FIELDS = (
+    "architecture", "tp_size", "pp_size", "experts", "own_arithmetic", *RECURRENCES,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +108,12 @@ def _read_model_fields(config: Mapping[str, Any], arithmetic: Architecture) -> d
     """Read the fields of ModelConfig, linear attention and layer types included."""
     problems = Problems()
     values = _read_fields(ModelConfig, config, _list_defaults(config, arithmetic), problems)
-    if sizes := _get_object(config, KEY):
-        for name in sorted(sizes.keys() - {f.name for f in dataclasses.fields(LinearAttention)}):
-            problems.add(f"checkpoint config: {KEY} has {name!r}, which is not known", "remove it")
-        values[KEY] = LinearAttention(**_read_fields(LinearAttention, sizes, {}, problems))
+    for key, kind in RECURRENCES.items():
+        sizes = _get_object(config, key)
+        for name in sorted(sizes.keys() - {field.name for field in dataclasses.fields(kind)}):
+            problems.add(f"checkpoint config: {key} has {name!r}, which is not known", "remove it")
+        if sizes:
+            values[key] = kind(**_read_fields(kind, sizes, {}, problems))
     pattern = config.get("_sliding_window_pattern")
     if pattern is None:
         pattern = arithmetic.window_pattern

@@ -131,7 +131,7 @@ class TorchEngine:
             recorder = CudaRecorder(self.device)
         # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
         # does to the states of a hybrid.
-        is_recorded = model.experts is None and model.linear_attention is None
+        is_recorded = model.experts is None and model.recurrence is None
         if recorder is not None and self._ranks is None and is_recorded:
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)

@@ -36,14 +36,25 @@ from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.engine.rotary import RotaryTable, make_tables
+from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
-from specdec.model.config import ModelConfig
+from specdec.model.config import ModelConfig, Recurrence
+from specdec.model.linear_attention import LinearAttention
 from specdec.model.quantization import SCALES
-from specdec.model.tensors import HEAD_BIAS, LINEAR_MODULE, ROUTER, ROUTER_BIAS
+from specdec.model.short_conv import ShortConvSizes
+from specdec.model.tensors import (
+    CONV_MODULE,
+    DENSE_MODULE,
+    HEAD_BIAS,
+    LINEAR_MODULE,
+    ROUTER,
+    ROUTER_BIAS,
+    SCORE_BIAS,
+)
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
@@ -143,14 +154,12 @@ class Decoder:
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
         blocks, states = -(-num_positions // POSITION_BLOCK), None
-        num_attending = self.model.num_attending
-        if self.model.linear_attention is not None:
-            states = LinearStates(
-                self.model.linear_attention.split(self.model.tp_size),
-                self.model.num_hidden_layers - num_attending, num_rows, self.dtype, self.device,
-            )  # fmt: skip
+        num_recurrent = self.model.num_recurrent
+        if self.model.recurrence is not None:
+            sizes = self.model.recurrence.split(self.model.tp_size)
+            states = LinearStates(sizes, num_recurrent, num_rows, self.dtype, self.device)
         return self.cache_class(
-            num_layers=num_attending,
+            num_layers=self.model.num_hidden_layers - num_recurrent,
             num_rows=num_rows,
             num_heads=self.model.get_num_kv_heads(),
             num_positions=blocks * POSITION_BLOCK,
@@ -399,40 +408,65 @@ class _ModuleMaker:
         if arithmetic.inner_norms:
             dense_norm, post_norm = post_norm, self.make_norm(prefix + "pre_feedforward_layernorm")
             down_norm = self.make_norm(prefix + "post_feedforward_layernorm")
-        up = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up"
-        has_experts = arithmetic.mlp == "experts"
-        linear = self._make_linear_attention(index, prefix + LINEAR_MODULE)
-        mixer, product = ("attention.", "qkv") if linear is None else (LINEAR_MODULE, "qkvz")
+        up, down = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up", "mlp.proj"
+        if self.model.experts is not None:
+            up, down = f"{DENSE_MODULE}fc", f"{DENSE_MODULE}proj"
+        has_experts = self.model.get_experts(index) is not None
+        recurrence, mixer, product = self._make_recurrence(index, prefix)
         return Layer(
-            attention=self.make_attention(index, prefix + "attention.", has_norms=linear is None),
+            attention=self.make_attention(
+                index, prefix + "attention.", has_norms=recurrence is None
+            ),
             input_norm=self.make_norm(prefix + "input_layernorm"),
             qkv=self.make_linear(prefix + mixer + product),
             dense=self.make_linear(f"{prefix}{mixer}dense", is_summed=True),
-            linear=linear,
+            recurrence=recurrence,
             post_norm=post_norm,
             up=None if has_experts else self.make_linear(prefix + up),
-            down=None if has_experts else self.make_linear(prefix + "mlp.proj", is_summed=True),
+            down=None if has_experts else self.make_linear(prefix + down, is_summed=True),
             experts=self._make_experts(prefix) if has_experts else None,
             dense_norm=dense_norm,
             down_norm=down_norm,
         )
 
-    def _make_linear_attention(self, index: int, prefix: str) -> DeltaNet | None:
-        model, weights = self.model, self.weights
-        if (sizes := model.get_linear(index)) is None:
-            return None
-        rank_sizes = sizes.split(model.tp_size)
-        assert model.layer_types is not None
-        taps = (
-            take_tensor(weights, prefix + "conv.weight")
-            .float()
-            .view(rank_sizes.num_channels, rank_sizes.num_taps)
+    def _make_recurrence(
+        self, index: int, prefix: str
+    ) -> tuple[DeltaNet | ShortConv | None, str, str]:
+        """Make what a layer has in place of attention; return it, its module and first product."""
+        sizes, layer_types = self.model.get_recurrence(index), self.model.layer_types
+        if sizes is None or layer_types is None:
+            return None, "attention.", "qkv"
+        number = layer_types[:index].count(layer_types[index])
+        if isinstance(sizes, ShortConvSizes):
+            short_conv = self._make_short_conv(sizes, number, prefix + CONV_MODULE)
+            return short_conv, CONV_MODULE, "in_proj"
+        delta_net = self._make_delta_net(sizes, number, prefix + LINEAR_MODULE)
+        return delta_net, LINEAR_MODULE, "qkvz"
+
+    def _make_short_conv(self, sizes: ShortConvSizes, number: int, prefix: str) -> ShortConv:
+        rank_sizes = sizes.split(self.model.tp_size)
+        bias = take_tensor(self.weights, prefix + "conv.bias").float() if sizes.has_bias else None
+        return ShortConv(
+            sizes=rank_sizes,
+            index=number,
+            taps=self._take_taps(rank_sizes, prefix),
+            bias=bias,
+            kernels=self.kernels,
         )
+
+    def _take_taps(self, sizes: Recurrence, prefix: str) -> Tensor:
+        """Take the taps of a convolution [taps, C], which is stored channel by channel."""
+        taps = take_tensor(self.weights, prefix + "conv.weight").float()
+        return taps.view(sizes.num_channels, sizes.num_taps).T.contiguous()
+
+    def _make_delta_net(self, sizes: LinearAttention, number: int, prefix: str) -> DeltaNet:
+        model, weights = self.model, self.weights
+        rank_sizes = sizes.split(model.tp_size)
         return DeltaNet(
             sizes=rank_sizes,
-            index=model.layer_types[:index].count(model.layer_types[index]),
+            index=number,
             ba=self.make_linear(prefix + "ba"),
-            taps=taps.T.contiguous(),
+            taps=self._take_taps(rank_sizes, prefix),
             decay=-take_tensor(weights, prefix + "A_log").exp(),
             bias=take_tensor(weights, prefix + "dt_bias"),
             norm=Norm(take_tensor(weights, prefix + "norm.weight"), None, model.norm_epsilon),
@@ -473,7 +507,9 @@ class _ModuleMaker:
             shared_expert = up_linear, down_linear, gate
         return ExpertLayer(
             sizes, self.rank, activation,
-            Router(router, find_tensor(weights, prefix + ROUTER_BIAS)),
+            Router(
+                router, *(find_tensor(weights, prefix + name) for name in (ROUTER_BIAS, SCORE_BIAS))
+            ),
             up, down, shared_expert, self.kernels,
         )  # fmt: skip
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from specdec.engine.layers import Norm
 from specdec.engine.linear import Linear
-from specdec.engine.linear_states import LinearStates, Runs
+from specdec.engine.linear_states import LinearStates, Runs, take_tokens
 from specdec.engine.native import NativeKernels
 from specdec.engine.transfers import to_device
-from specdec.engine.tree import IntArray
 from specdec.model.linear_attention import LinearAttention
 
 NORM_EPSILON = 1e-6  # of queries and keys, whatever the model's is
@@ -41,6 +40,10 @@ class DeltaNet:
     bias: Tensor
     norm: Norm
     kernels: NativeKernels | None = None
+
+    def mix(self, h: Tensor, qkvz: Tensor, states: LinearStates, runs: Runs) -> Tensor:
+        """Run the layer over its input [B, T, D] and the first product of it, see `run`."""
+        return self.run(qkvz, self.ba(h), states, runs)
 
     def run(self, qkvz: Tensor, ba: Tensor, states: LinearStates, runs: Runs) -> Tensor:
         """Run linear attention over the products [B, T, W] and [B, T, 2 V]; return [B, T, V * J].
@@ -81,8 +84,10 @@ class DeltaNet:
         log = [kind_log[index, rows, :folds] for kind_log in states.log]
         inputs = qkvz[..., : sizes.num_channels]
         earlier_inputs = torch.cat((states.window[index, rows], log[3]), dim=1)
-        text = torch.cat((_take(earlier_inputs, runs.folded, sizes.num_taps - 1), inputs), dim=1)
-        states.window[index, rows] = _take(text, num_certain, sizes.num_taps - 1)
+        text = torch.cat(
+            (take_tokens(earlier_inputs, runs.folded, sizes.num_taps - 1), inputs), dim=1
+        )
+        states.window[index, rows] = take_tokens(text, num_certain, sizes.num_taps - 1)
         q, k, v = self._convolve(text, size)
         is_folded = to_device(np.arange(folds) < runs.folded[:, None], device)[..., None]
         state = states.state[index, rows]  # [n, V, I, J]
@@ -144,9 +149,3 @@ class DeltaNet:
 
 def _norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
-
-
-def _take(tokens: Tensor, starts: IntArray, count: int) -> Tensor:
-    """Take `count` tokens of each row [n, ..., C] from `starts` on."""
-    token_index = to_device(starts[:, None] + np.arange(count), tokens.device)
-    return tokens[torch.arange(len(tokens), device=tokens.device)[:, None], token_index]

@@ -1,6 +1,6 @@
 """A layer of experts: a token's hidden state decides which of them it goes through.
 
-The router's products, the softmax over all experts and the sum over a token's experts, in the order
+The router's products, the scores of all experts and the sum over a token's experts, in the order
 of their numbers, are float32 whatever the model's type is.
 """
 
@@ -22,10 +22,14 @@ from specdec.model.experts import Experts
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Products by which a token's experts are chosen: float32, weight [E, D], bias [E] or None."""
+    """Products by which a token's experts are chosen: float32, weight [E, D], bias [E] or None.
+
+    score_bias: [E], of the choice among the scores alone, or None.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    score_bias: Tensor | None = None
 
 
 class ExpertLayer:
@@ -65,21 +69,28 @@ class ExpertLayer:
                     hidden=router.weight.shape[1], top_k=sizes.top_k,
                     first_expert=self.local_experts.start, inner=up[0].num_outputs // 2,
                     shared_inner=shared_expert[0].num_outputs // 2 if shared_expert else 0,
-                    renormalizes=sizes.renormalizes,
+                    renormalizes=sizes.renormalizes, uses_sigmoid=sizes.scores == "sigmoid",
+                    weight_scale=sizes.weight_scale, sum_epsilon=sizes.sum_epsilon,
                     gate=activation if isinstance(activation, CutGate) else None,
                 ),
                 self.counters,
-                ExpertBiases(router.bias, *(_join_biases(linears) for linears in (up, down))),
+                ExpertBiases(
+                    router.bias, *(_join_biases(linears) for linears in (up, down)),
+                    router.score_bias,
+                ),
             )  # fmt: skip
 
     def choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts of each token of [M, D]; return their weights and numbers, [M, top_k]."""
-        router = self.router
+        router, sizes = self.router, self.sizes
         scores = torch.nn.functional.linear(h.float(), router.weight, router.bias)
-        weights, experts = scores.softmax(-1).topk(self.sizes.top_k, dim=-1)
-        if self.sizes.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, experts
+        scores = scores.sigmoid() if sizes.scores == "sigmoid" else scores.softmax(-1)
+        ranked = scores if router.score_bias is None else scores + router.score_bias
+        experts = ranked.topk(sizes.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if sizes.renormalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + sizes.sum_epsilon)
+        return weights * sizes.weight_scale, experts
 
     def __call__(self, h: Tensor) -> Tensor:
         """Return the sum of this rank's experts for each token, by torch: [..., D] -> [..., D]."""

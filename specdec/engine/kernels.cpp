@@ -14,7 +14,7 @@
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
 
-#include "kernels/delta_net.h"
+#include "kernels/short_conv.h"
 #include "kernels/layers.h"
 
 namespace {
@@ -49,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 28; }
+int64_t specdec_abi_version() { return 29; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -134,6 +134,13 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
                        *sizes};                                                                   \
     net.run();                                                                                    \
   }                                                                                               \
+  void specdec_run_short_conv_##suffix(                                                           \
+      const E *product, E *out, const int64_t *runs, int64_t num_runs, E *window, E *inputs,      \
+      const float *weights, const float *bias, const ConvSizes *sizes) {                          \
+    ShortConv<E> net = {product, out, reinterpret_cast<const Run *>(runs), num_runs, window,      \
+                        inputs, weights, bias, *sizes};                                           \
+    net.run();                                                                                    \
+  }                                                                                               \
   void specdec_rank_outputs_##suffix(const E *x, int64_t M, int64_t depth, const void *head,      \
                                      const E *bias, int64_t V, int64_t width, int64_t *tokens,    \
                                      float *scores, int64_t is_integer) {                         \
@@ -181,7 +188,8 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   SPECDEC_TYPES(specdec_multiply_##suffix) SPECDEC_TYPES(specdec_multiply_integers_##suffix)      \
   SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
   SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)             \
-  SPECDEC_TYPES(specdec_run_delta_net_##suffix) SPECDEC_TYPES(specdec_unpack_rows_##suffix)
+  SPECDEC_TYPES(specdec_run_delta_net_##suffix) SPECDEC_TYPES(specdec_unpack_rows_##suffix)           \
+  SPECDEC_TYPES(specdec_run_short_conv_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 
@@ -229,6 +237,7 @@ int64_t specdec_size_of_Shape = sizeof(Shape);
 int64_t specdec_size_of_Scalars = sizeof(Scalars);
 int64_t specdec_size_of_SearchShape = sizeof(SearchShape);
 int64_t specdec_size_of_DeltaSizes = sizeof(DeltaSizes);
+int64_t specdec_size_of_ConvSizes = sizeof(ConvSizes);
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

@@ -1,13 +1,14 @@
-"""States of layers of linear attention for each row; a rejected draft leaves no trace in them.
+"""States of layers without keys and values for each row; a rejected draft leaves no trace in them.
 
 A state cannot be cut back to an earlier token. So a step writes into it only what is certain: the
 root of a draft and the tokens of prompts. Of every drafted token it keeps what its update is made
 of: key, delta and decay, and the input of the convolution. The next step applies the updates of
 those that were accepted, which are the same to the last bit as if they had been decoded one by one,
-while it reads the state anyway. So nothing is copied, and nothing is computed twice.
+while it reads the state anyway. So nothing is copied, and nothing is computed twice. A short
+convolution's state is the inputs of the newest tokens alone.
 
-Legend: L layers of linear attention, R cache rows, C channels of the convolution, P logged tokens,
-K key heads, V value heads, I and J their sizes, N runs.
+Legend: L layers of linear attention or short convolutions, R cache rows, C channels of the
+convolution, P logged tokens, K key heads, V value heads, I and J their sizes, N runs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specdec.engine.transfers import to_device
 from specdec.engine.tree import IntArray
-from specdec.model.linear_attention import LinearAttention
+from specdec.model.config import Recurrence
 
 MAX_SNAPSHOTS = 3  # of a row, each as large as the row's state
 # A copy of a row's state: how many tokens are in it, the state [L, V, I, J], the window
@@ -50,22 +52,21 @@ class LinearStates:
 
     state: float32 [L, R, V, I, J]. window: the inputs of the newest tokens, [L, R, taps - 1, C].
     Of logged tokens: keys [L, R, P, K, I], deltas [L, R, P, V, J] and decays [L, R, P, V], float32,
-    and inputs [L, R, P, C].
+    and inputs [L, R, P, C]. Short convolutions have the window and the inputs alone.
     """
 
     def __init__(
-        self, sizes: LinearAttention, num_layers: int, num_rows: int, dtype: torch.dtype,
+        self, sizes: Recurrence, num_layers: int, num_rows: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """sizes: of one rank; num_layers: of linear attention."""
+        """sizes: of one rank; num_layers: of those that have a state."""
         self.sizes, shape = sizes, (num_layers, num_rows)
-        keys, values = sizes.num_key_heads, sizes.num_value_heads
-        heads = (values, sizes.key_size, sizes.value_size)
-        self.state = torch.zeros((*shape, *heads), device=device)
+        self.state = torch.zeros((*shape, *sizes.state_shape), device=device)
         width = (sizes.num_taps - 1, sizes.num_channels)
         self.window = torch.zeros((*shape, *width), dtype=dtype, device=device)
-        logged = (keys, sizes.key_size), (values, sizes.value_size), (values,)
-        self.log = [self.state.new_zeros((*shape, 0, *entry_shape)) for entry_shape in logged]
+        self.log = [
+            self.state.new_zeros((*shape, 0, *logged_shape)) for logged_shape in sizes.logged_shapes
+        ]
         self.log.append(self.window[:, :, :0])
         self.lens: IntArray = np.zeros(num_rows, np.int64)
         self.num_logged: IntArray = np.zeros(num_rows, np.int64)
@@ -113,7 +114,7 @@ class LinearStates:
 
     def _make_room(self, num_logged: int) -> None:
         """Make room for so many logged tokens of each row; what is logged stays."""
-        num_more = num_logged - self.log[0].shape[2]
+        num_more = num_logged - self.log[-1].shape[2]
         if num_more > 0:
             self.log = [
                 pad(kind_log, (0, 0) * (kind_log.dim() - 3) + (0, num_more))
@@ -234,3 +235,9 @@ class LinearStates:
         lens = int(self.lens[row])
         logs = [log[:, row, : length - lens] for log in self.log]
         return lens, self.state[:, row], self.window[:, row], logs
+
+
+def take_tokens(tokens: Tensor, starts: IntArray, count: int) -> Tensor:
+    """Take `count` tokens of each row [n, ..., C] from `starts` on."""
+    token_index = to_device(starts[:, None] + np.arange(count), tokens.device)
+    return tokens[torch.arange(len(tokens), device=tokens.device)[:, None], token_index]

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.engine.layers import GATES, Attention, Norm
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.native_border import (
+    ConvSizes,
     DeltaSizes,
     SearchShape,
     Shape,
@@ -34,6 +35,7 @@ from specdec.engine.native_models import (
     count_lines,
 )
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
+from specdec.model.linear_attention import LinearAttention
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
@@ -181,6 +183,7 @@ class NativeKernels(MatrixKernels):
         rate and the bias of the decay, [V].
         """
         sizes, (batch, num_tokens) = states.sizes, qkvz.shape[:2]
+        assert isinstance(sizes, LinearAttention)
         width, heads, channels = sizes.sections[2], sizes.num_value_heads, sizes.num_channels
         check_all(
             self.dtype,
@@ -203,6 +206,36 @@ class NativeKernels(MatrixKernels):
             qkvz.data_ptr(), ba.data_ptr(), output.data_ptr(), states.table.ctypes.data,
             len(states.table),
             *(tensor.data_ptr() for tensor in (*layer_states, *weights, norm.weight)), norm.epsilon,
+            ctypes.addressof(record),
+        )  # fmt: skip
+        return output
+
+    def run_short_conv(
+        self, product: Tensor, states: LinearStates, index: int, taps: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Run a layer's short convolution over [B, T, 3 C], as `ShortConv.mix` does.
+
+        The runs are those that the states have begun; the layer's states are written.
+
+        index: which of these layers it is. taps, bias: float32, [taps, C] and [C].
+        """
+        channels, num_taps = states.sizes.num_channels, states.sizes.num_taps
+        window, inputs = states.window[index], states.log[-1][index]
+        num_rows, num_logged = inputs.shape[:2]
+        check_all(
+            self.dtype,
+            ("product", product, (*product.shape[:2], 3 * channels)),
+            ("the window", window, (num_rows, num_taps - 1, channels)),
+            ("logged inputs", inputs, (num_rows, num_logged, channels)),
+        )
+        check("taps", taps, torch.float32, num_taps, channels)
+        check("the convolution's bias", bias, torch.float32, channels)
+        output = product.new_zeros((*product.shape[:2], channels))
+        record = ConvSizes(channels, num_taps, num_logged)
+        self._call(
+            "run_short_conv",
+            product.data_ptr(), output.data_ptr(), states.table.ctypes.data, len(states.table),
+            window.data_ptr(), inputs.data_ptr(), taps.data_ptr(), get_pointer(bias),
             ctypes.addressof(record),
         )  # fmt: skip
         return output

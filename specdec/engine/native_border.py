@@ -52,9 +52,10 @@ class ExpertsRecord(ctypes.Structure):
         *((name, POINTER) for name in ("router", "router_bias", "up_biases", "down_biases")),
         ("limit", DOUBLE), ("slope", DOUBLE),
         *((name, POINTER) for name in ("up", "down", "shared_up", "shared_down")),
-        ("gate", POINTER), ("counters", POINTER),
+        *((name, POINTER) for name in ("gate", "score_bias", "counters")),
         *((name, INT) for name in ("num", "top_k", "first_expert", "count", "I", "shared_I")),
-        ("renormalizes", INT),
+        ("renormalizes", INT), ("uses_sigmoid", INT), ("weight_scale", DOUBLE),
+        ("sum_epsilon", DOUBLE),
     ]  # fmt: skip
 
 
@@ -91,7 +92,13 @@ class DeltaSizes(ctypes.Structure):
     _fields_ = [(name, INT) for name in ("K", "V", "I", "J", "taps", "P")]
 
 
-RECORDS = (LayerRecord, ExpertsRecord, Shape, Scalars, SearchShape, DeltaSizes)
+class ConvSizes(ctypes.Structure):
+    """Sizes of a short convolution, the kernels' `ConvSizes` in kernels/short_conv.h."""
+
+    _fields_ = [(name, INT) for name in ("C", "taps", "P")]
+
+
+RECORDS = (LayerRecord, ExpertsRecord, Shape, Scalars, SearchShape, DeltaSizes, ConvSizes)
 
 
 def get_pointer(tensor: Tensor | None) -> int | None:

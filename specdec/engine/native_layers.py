@@ -36,6 +36,7 @@ def describe_coverage(model: ModelConfig) -> str:
     activation = name_activation(model)
     covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
     covered += ["linear attention"] if model.linear_attention is not None else []
+    covered += ["short convolutions"] if model.short_conv is not None else []
     if model.arithmetic.mlp != "plain" and activation in GATES:
         return ", ".join([*covered, f"gated {activation}"])
     if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:
@@ -132,7 +133,8 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     activation_numbers = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
     activation = activation_numbers.get(stack.activation)
     is_usual = stack.final_norm is not None and not stack.has_gates
-    is_usual = is_usual and all(layer.linear is None for layer in stack.layers)
+    is_usual = is_usual and all(layer.recurrence is None for layer in stack.layers)
+    is_usual = is_usual and len({layer.experts is None for layer in stack.layers}) == 1
     # One call takes matrices of one type: a checkpoint may leave some modules unquantized.
     if stack.group is not None or activation is None or not is_usual or len(_list_types(stack)) > 1:
         return KernelLayers(stack, kernels)

@@ -23,6 +23,7 @@ from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
 from specdec.engine.linear_states import LinearStates, Runs
 from specdec.engine.rotary import RotaryTable, rotate
+from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
 from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, IntArray
@@ -37,8 +38,8 @@ class Layer:
 
     up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share the
     input norm. dense_norm, down_norm: norms of the outputs of `dense` and `down`, None for none.
-    experts: in place of up and down. linear: linear attention in place of attention over the cache,
-    with qkv for its first product.
+    experts: in place of up and down. recurrence: linear attention or a short convolution in place
+    of attention over the cache, with qkv for its first product.
     """
 
     attention: Attention
@@ -51,7 +52,7 @@ class Layer:
     dense_norm: Norm | None = None
     down_norm: Norm | None = None
     experts: ExpertLayer | None = None
-    linear: DeltaNet | None = None
+    recurrence: DeltaNet | ShortConv | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class Stack:
     @property
     def cache_indices(self) -> list[int]:
         """Index in the cache of each layer's keys, among the layers that attend."""
-        attends = (layer.linear is None for layer in self.layers[:-1])
+        attends = (layer.recurrence is None for layer in self.layers[:-1])
         return list(itertools.accumulate(attends, initial=0))
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Stack:
 
     def list_windows(self) -> set[int | None]:
         """List the windows of the layers."""
-        return {layer.attention.window for layer in self.layers if layer.linear is None}
+        return {layer.attention.window for layer in self.layers if layer.recurrence is None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +258,9 @@ class TorchLayers:
         self, layer: Layer, h: Tensor, blocks: Tensor, cache_index: int, placement: Any,
         states: LinearStates | None, runs: Runs | None,
     ) -> Tensor:  # fmt: skip
-        """Attend, to the cache or linearly, and return the output of `dense`."""
+        """Attend, or mix by a state, and return the output of `dense`."""
         stack, product = self.stack, layer.qkv(h)
-        if layer.linear is None:
+        if layer.recurrence is None:
             queries_keys_values = product[..., : stack.qkv_size]
             mixed = self._attend(layer, queries_keys_values, blocks[cache_index], placement)
             if stack.has_gates:
@@ -267,7 +268,7 @@ class TorchLayers:
         else:
             assert states is not None
             assert runs is not None
-            mixed = layer.linear.run(product, layer.linear.ba(h), states, runs)
+            mixed = layer.recurrence.mix(h, product, states, runs)
         return layer.dense(mixed)
 
     def _finish_layer(

@@ -17,12 +17,14 @@ import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.bounds import MAX_MODULES, MAX_SIZE
-from specdec.model.config import FULL, LINEAR, SLIDING, list_layer_types
+from specdec.model.config import CONV, FULL, LINEAR, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
 from .file import PLAIN, StoredTensor, decode
 from .names import MISTRAL, MIXTRAL, READ, GgufArchitecture
 
+CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
+SIGMOID = 2  # llama.cpp's number of a function of the router's outputs
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
 # Keys that change nothing in the models that are read; None: whatever they say.
 IGNORED_KEYS: dict[str, tuple[Any, ...] | None] = {
@@ -146,7 +148,7 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
         "hidden_size": hidden,
         "num_hidden_layers": data.count("block_count", maximum=MAX_MODULES),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": data.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _count_kv_heads(data, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": data.count("context_length"),
         "rope_theta": data.positive("rope.freq_base", 10000.0),
@@ -158,7 +160,8 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
     if data.name == "stablelm":
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
     else:
-        config["rms_norm_eps"] = data.need("attention.layer_norm_rms_epsilon")
+        name = "norm_eps" if data.name in CONVOLVING else "rms_norm_eps"
+        config[name] = data.need("attention.layer_norm_rms_epsilon")
     rotated = data.count("rope.dimension_count", head_dim)
     if rotated != head_dim or data.name == "stablelm":
         config["partial_rotary_factor"] = rotated / head_dim
@@ -168,6 +171,19 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
         config |= read_extra(data, config)
     data.check_rest()
     return config
+
+
+def _count_kv_heads(data: Metadata, num_heads: int) -> int:
+    """Return the heads of keys of each layer; those of a convolution, 0, do not count."""
+    key = "attention.head_count_kv"
+    counts = data.get(key, all_layers=True)
+    if data.name not in CONVOLVING or not isinstance(counts, list):
+        return data.count(key, num_heads)
+    different_counts = {count for count in counts if count != 0} or {1}
+    count = different_counts.pop()
+    if different_counts or type(count) is not int or not 1 <= count <= MAX_SIZE:
+        data.refuse(f"{data.name}.{key} is {shorten(counts)}")
+    return count
 
 
 def choose_dtype(tensors: Mapping[str, StoredTensor]) -> str:
@@ -405,6 +421,35 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return fields if data.name == "qwen35" else fields | _read_experts(data, config)
 
 
+def _read_lfm2(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read which layers have a short convolution, and how a mixture's experts are chosen."""
+    num_layers = config["num_hidden_layers"]
+    counts = data.get("attention.head_count_kv", all_layers=True)
+    counts = counts if isinstance(counts, list) else [1] * num_layers
+    if len(counts) != num_layers:
+        data.refuse(f"attention.head_count_kv has {len(counts)} numbers for {num_layers} layers")
+    fields = {
+        "layer_types": [FULL if count else CONV for count in counts], "conv_bias": False,
+        "conv_L_cache": data.count("shortconv.l_cache"),
+    }  # fmt: skip
+    if data.name == "lfm2":
+        return fields | {"block_auto_adjust_ff_dim": False}
+    if data.need("expert_gating_func") != SIGMOID:
+        data.refuse(f"expert_gating_func is {shorten(data.need('expert_gating_func'))}")
+    num_dense = data.get("leading_dense_block_count", 0)
+    if type(num_dense) is not int or not 0 <= num_dense <= num_layers:
+        data.refuse(f"leading_dense_block_count is {shorten(num_dense)}")
+    return fields | {
+        "num_experts": data.count("expert_count"),
+        "num_dense_layers": num_dense,
+        "num_experts_per_tok": data.count("expert_used_count"),
+        "moe_intermediate_size": data.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": data.get("expert_weights_scale") or 1.0,
+    }
+
+
 def _read_stablelm(data: Metadata, _: object) -> dict[str, Any]:
     # llama.cpp looks for the norm; its converter writes `true` where config.json does not say.
     data.used_keys.add("use_parallel_residual")
@@ -435,6 +480,8 @@ EXTRA_READERS: dict[str, ExtraReader] = {
         "attention_out_bias": _has_bias(data, "attn_output")
     },
     "gpt_oss": _read_gpt_oss,
+    "lfm2": _read_lfm2,
+    "lfm2_moe": _read_lfm2,
     "qwen3_5_text": _read_hybrid,
     "qwen3_5_moe_text": _read_hybrid,
 }  # fmt: skip

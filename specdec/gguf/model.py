@@ -135,7 +135,7 @@ class GgufModel:
                 )
                 return
         for inner_module, entry in self._name_part(module, stored):
-            bare = inner_module.endswith(("A_log", "dt_bias", "sinks"))
+            bare = inner_module.endswith(("A_log", "dt_bias", "sinks", "expert_bias"))
             yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
     def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
@@ -193,7 +193,7 @@ class GgufModel:
             stored = dataclasses.replace(
                 stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
             )
-        elif hf_module == "linear_attn.conv1d":
+        elif hf_module in ("linear_attn.conv1d", "conv.conv"):
             shape = (shape[0], 1, *shape[1:])
         order, columns = None, None
         if self.architecture.deals_heads:

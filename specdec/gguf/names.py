@@ -16,6 +16,7 @@ from specdec.files.reading import Array
 # Hugging Face's module -> GGUF's. Those without `model.` are of drafters.
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",  # LFM2's last
     "embed_tokens": "token_embd", "norm": "output_norm", "fc": "fc",
     "input_norm": "enc.output_norm",
 }  # fmt: skip
@@ -46,6 +47,21 @@ QWEN_NAMES = LAYER_NAMES | {
 GPT_OSS_NAMES = SEED_NAMES | {
     f"mlp.experts.{{expert}}.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")
 } | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"}  # fmt: skip
+
+LFM2_NAMES = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
+LFM2_MOE_NAMES = LFM2_NAMES | {
+    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b",
+    "feed_forward.experts.{expert}.w1": "ffn_gate_exps",
+    "feed_forward.experts.{expert}.w2": "ffn_down_exps",
+    "feed_forward.experts.{expert}.w3": "ffn_up_exps",
+}  # fmt: skip
 
 # Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
 HYBRID_NAMES = SEED_NAMES | {
@@ -100,6 +116,8 @@ READ = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", interleaves=True),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES),
+    "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", LFM2_NAMES),
+    "lfm2moe": GgufArchitecture("Lfm2MoeForCausalLM", "lfm2_moe", LFM2_MOE_NAMES),
     "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),

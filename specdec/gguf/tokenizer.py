@@ -54,7 +54,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (BYTE_LEVEL_SPLIT,), "phi-2": (BYTE_LEVEL_SPLIT,), "mpt": (BYTE_LEVEL_SPLIT,),
     "olmo": (BYTE_LEVEL_SPLIT,),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "falcon3": (LLAMA3,),
-    "pixtral": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
+    "pixtral": (LLAMA3,), "lfm2": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
     "smollm": DIGITS, "starcoder": DIGITS, "refact": DIGITS, "command-r": DIGITS,
     "gpt-4o": (_O200K + r"|\p{N}{1,3}" + _SLASHES,),
@@ -62,7 +62,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "seed-coder": (_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
 }  # fmt: skip
 # Splits whose words are not divided where they are tokens, and those that begin a text with one.
-WHOLE_WORD_SPLITS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+WHOLE_WORD_SPLITS = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
+)  # fmt: skip
 BOS_SPLITS = WHOLE_WORD_SPLITS
 # Keys by which a tokenizer would do what it does not do here -> the value of each that says so.
 PLAIN: dict[str, Any] = {

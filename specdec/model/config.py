@@ -12,10 +12,15 @@ from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.experts import Experts
 from specdec.model.linear_attention import LinearAttention
 from specdec.model.rotary_scaling import find_scaling_problems
+from specdec.model.short_conv import ShortConvSizes
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
-# What a layer's attention may be, in transformers' names: of a window, of all tokens, or linear.
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+# What a layer's attention may be, in transformers' names: of a window, of all tokens, or linear; or
+# a short convolution in its place.
+SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
+LAYER_TYPES = (SLIDING, FULL, LINEAR, CONV)
+RECURRENT = (LINEAR, CONV)  # which keep a state instead of keys and values
+Recurrence = LinearAttention | ShortConvSizes
 
 
 def size(maximum: int = MAX_SIZE, *, minimum: int = 1, **default: Any) -> Any:
@@ -53,14 +58,14 @@ class ModelConfig:
     experts: the MLPs of a mixture; intermediate_size may then be any. own_arithmetic: what an
     architecture computes that ARCHITECTURES does not have.
 
-    linear_attention: the sizes of the LINEAR layers of a hybrid; None where there are none.
-    layer_types: SLIDING, FULL or LINEAR for each layer, None where all are alike: SLIDING if there
-    is a window. rope_local_base_freq: rotary base, without scaling, of SLIDING layers; None where
-    the others' base is theirs too. embedding_multiplier: of token embeddings; residual_multiplier:
-    of what attention and MLP yield; attention_multiplier: of scores, as well as 1 /
-    sqrt(head_size); output_multiplier_scale: of logits. query_pre_attn_scalar: scores are divided
-    by its root instead of the root of head_size. attn_logit_softcapping, final_logit_softcapping: a
-    score or logit x becomes cap tanh(x / cap).
+    linear_attention, short_conv: the sizes of the LINEAR and of the CONV layers of a hybrid; None
+    where there are none. layer_types: of LAYER_TYPES for each layer, None where all are alike:
+    SLIDING if there is a window. rope_local_base_freq: rotary base, without scaling, of SLIDING
+    layers; None where the others' base is theirs too. embedding_multiplier: of token embeddings;
+    residual_multiplier: of what attention and MLP yield; attention_multiplier: of scores, as well
+    as 1 / sqrt(head_size); output_multiplier_scale: of logits. query_pre_attn_scalar: scores are
+    divided by its root instead of the root of head_size. attn_logit_softcapping,
+    final_logit_softcapping: a score or logit x becomes cap tanh(x / cap).
     """
 
     architecture: str
@@ -99,6 +104,7 @@ class ModelConfig:
     pp_size: int = size(MAX_RANKS, default=1)
     experts: Experts | None = None
     linear_attention: LinearAttention | None = None
+    short_conv: ShortConvSizes | None = None
     own_arithmetic: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -156,15 +162,25 @@ class ModelConfig:
             return self.sliding_window is not None
         return self.layer_types[layer] == SLIDING
 
-    def get_linear(self, layer: int) -> LinearAttention | None:
-        """Return the sizes of a layer's linear attention; None where it attends to keys."""
-        is_linear = self.layer_types is not None and self.layer_types[layer] == LINEAR
-        return self.linear_attention if is_linear else None
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """Return the sizes of a hybrid's layers that keep a state; None where there are none."""
+        return self.linear_attention or self.short_conv
+
+    def get_recurrence(self, layer: int) -> Recurrence | None:
+        """Return the sizes of a layer that keeps a state; None where it attends to keys."""
+        is_recurrent = self.layer_types is not None and self.layer_types[layer] in RECURRENT
+        return self.recurrence if is_recurrent else None
+
+    def get_experts(self, layer: int) -> Experts | None:
+        """Return a layer's experts; None where it has an MLP."""
+        has_experts = self.experts is not None and layer >= self.experts.num_dense_layers
+        return self.experts if has_experts else None
 
     @property
-    def num_attending(self) -> int:
-        """How many layers have keys and values."""
-        return self.num_hidden_layers - (self.layer_types or ()).count(LINEAR)
+    def num_recurrent(self) -> int:
+        """How many layers keep a state instead of keys and values."""
+        return sum(kind in RECURRENT for kind in self.layer_types or ())
 
     def get_num_kv_heads(self) -> int:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
@@ -200,8 +216,8 @@ class ModelConfig:
         )  # fmt: skip
         if self.experts is not None:
             problems += self.experts.find_problems(self.tp_size)
-        if self.linear_attention is not None:
-            problems += self.linear_attention.find_problems(self.tp_size)
+        if self.recurrence is not None:
+            problems += self.recurrence.find_problems(self.tp_size)
         return problems or self._find_contradictions()
 
     def _find_wrong_values(self) -> Problems:
@@ -226,15 +242,21 @@ class ModelConfig:
         """List what is wrong with the types of layers."""
         types = self.layer_types or ()
         is_complete = self.layer_types is None or (
-            len(types) == self.num_hidden_layers and set(types) <= {SLIDING, FULL, LINEAR}
+            len(types) == self.num_hidden_layers and set(types) <= {*LAYER_TYPES}
         )
         return Problems.from_table(
             (not is_complete,
              f"layer_types is {shorten(list(types))} for {self.num_hidden_layers} layers",
-             f"give {SLIDING}, {FULL} or {LINEAR} for each layer"),
-            ((self.linear_attention is None) == (LINEAR in types),
-             f"layer_types and linear_attention={self.linear_attention} disagree on whether there"
-             f" are layers of {LINEAR}", "convert the model again"),
+             f"give one of {', '.join(LAYER_TYPES)} for each layer"),
+            *((((sizes is None) == (kind in types)),
+               f"layer_types and {name}={sizes} disagree on whether there are layers of {kind}",
+               "convert the model again")
+              for name, sizes, kind in (
+                  ("linear_attention", self.linear_attention, LINEAR),
+                  ("short_conv", self.short_conv, CONV),
+              )),
+            (None not in (self.linear_attention, self.short_conv),
+             f"layer_types has {LINEAR} and {CONV}", "convert the model again"),
         )  # fmt: skip
 
     def _find_contradictions(self) -> Problems:
@@ -242,15 +264,16 @@ class ModelConfig:
         heads, kv_heads, tp_size = (
             self.num_attention_heads, self.num_key_value_heads, self.tp_size
         )  # fmt: skip
+        inners = " and ".join(map(str, self._split_inners))
         usable_sizes = [str(n) for n in (1, 2, 3, 4, 6, 8, 16) if self._splits(n)]
-        kind = "intermediate_size" if self.experts is None else "the shared expert's size"
+        kind = "intermediate_size" if self.experts is None else "the sizes of its MLPs"
         problems = Problems.from_table(
             (heads % kv_heads,
              f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
              "check the source model's config.json"),
             (not self._splits(tp_size),
              f"num_attention_heads={heads}, num_key_value_heads={kv_heads},"
-             f" {kind}={self._split_inner}, hidden_size={self.hidden_size} do not split over"
+             f" {kind}={inners}, hidden_size={self.hidden_size} do not split over"
              f" tp_size={tp_size}", f"use a tp_size of {', '.join(usable_sizes)}"),
             (self.arithmetic.positions == "rotary" and self.rotary_size % 2,
              f"head_size={self.head_size} with rotary_pct={self.rotary_pct} rotates"
@@ -297,14 +320,18 @@ class ModelConfig:
         elif self.use_parallel_embedding and self.arithmetic.positions == "learned":
             embedding_fits = self.max_position_embeddings % tp_size == 0
         return (
-            heads % tp_size == 0 and kv_fits and self._split_inner % tp_size == 0
+            heads % tp_size == 0 and kv_fits
+            and all(inner % tp_size == 0 for inner in self._split_inners)
             and embedding_fits
         )  # fmt: skip
 
     @property
-    def _split_inner(self) -> int:
-        """The MLP's size that all ranks share; experts have a division of their own."""
-        return self.intermediate_size if self.experts is None else self.experts.shared_inner
+    def _split_inners(self) -> list[int]:
+        """Sizes of MLPs that all ranks share; experts have a division of their own."""
+        if self.experts is None:
+            return [self.intermediate_size]
+        dense = [self.intermediate_size] if self.experts.num_dense_layers else []
+        return [self.experts.shared_inner, *dense]
 
 
 # The least and the largest of the fields that are whole numbers, and the positive numbers.

@@ -36,6 +36,17 @@ class LinearAttention:
     def num_channels(self) -> int:
         return sum(self.sections)
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a layer's state besides the convolution's inputs."""
+        return self.num_value_heads, self.key_size, self.value_size
+
+    @property
+    def logged_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token's update is made of: its keys, deltas and decays."""
+        keys, values = self.num_key_heads, self.num_value_heads
+        return (keys, self.key_size), (values, self.value_size), (values,)
+
     def split(self, tp_size: int) -> LinearAttention:
         """Return the sizes of one rank, which has whole heads."""
         return dataclasses.replace(

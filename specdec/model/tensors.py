@@ -8,6 +8,7 @@ from enum import Enum
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 from specdec.model.linear_attention import LinearAttention
+from specdec.model.short_conv import ShortConvSizes
 
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
@@ -24,6 +25,9 @@ ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
 SINKS = "attention.sinks"
 # What the names of a layer of linear attention begin with, within the layer.
 LINEAR_MODULE = "linear_attention."
+CONV_MODULE = "short_conv."  # of a layer with a short convolution
+# The bias of each expert's score, and the MLP of a mixture's first layers.
+SCORE_BIAS, DENSE_MODULE = "mlp.expert_bias", "mlp.dense."
 
 
 class Shard(Enum):
@@ -111,7 +115,7 @@ def list_linears(model: ModelConfig) -> list[str]:
         name.removesuffix(".weight")
         for name, spec in list_target_tensors(model).items()
         if name.endswith(".weight")
-        and ("attention." in name or ".mlp." in name)
+        and ("attention." in name or f".{CONV_MODULE}" in name or ".mlp." in name)
         and not name.endswith("norm.weight")
         and len(spec.shape) > 1
     ]
@@ -145,9 +149,14 @@ def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSp
     """Every tensor of a layer, whole, by its name within the layer."""
     arithmetic = model.arithmetic
     tensors = list_norm(model, "input_layernorm")
-    linear = model.get_linear(layer)
-    tensors |= _list_attention(model) if linear is None else _list_linear(linear, model.hidden_size)
-    tensors |= _list_mlp(model)
+    sizes, hidden = model.get_recurrence(layer), model.hidden_size
+    if isinstance(sizes, ShortConvSizes):
+        tensors |= _list_short_conv(sizes, hidden)
+    elif sizes is not None:
+        tensors |= _list_linear(sizes, hidden)
+    else:
+        tensors |= _list_attention(model)
+    tensors |= _list_mlp(model, layer)
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
     if arithmetic.inner_norms:  # whose post_layernorm is of what attention yields
@@ -199,11 +208,43 @@ def _list_linear(sizes: LinearAttention, hidden: int) -> dict[str, TensorSpec]:
     return {LINEAR_MODULE + name: spec for name, spec in specs.items()}
 
 
-def _list_mlp(model: ModelConfig) -> dict[str, TensorSpec]:
-    """List the tensors of a layer's MLP, or of its experts."""
+def _list_short_conv(sizes: ShortConvSizes, hidden: int) -> dict[str, TensorSpec]:
+    """List the tensors of a layer with a short convolution.
+
+    in_proj: the gate of the convolution's input, that of its output, and the input. conv: the taps
+    of each channel, the oldest token's first.
+    """
+    channels = sizes.num_channels
+    in_sections, taps = (channels,) * 3, channels * sizes.num_taps
+    specs = {
+        "in_proj.weight": TensorSpec(
+            (3 * channels, hidden), Shard.SECTIONS, sections=in_sections
+        ),
+        "conv.weight": TensorSpec((taps,), Shard.ROWS),
+        "dense.weight": TensorSpec((hidden, channels), Shard.COLUMNS),
+    }  # fmt: skip
+    if sizes.has_bias:
+        specs |= {
+            "in_proj.bias": TensorSpec((3 * channels,), Shard.SECTIONS, sections=in_sections),
+            "conv.bias": TensorSpec((channels,), Shard.ROWS),
+            "dense.bias": TensorSpec((hidden,), Shard.REPLICATED),
+        }
+    return {CONV_MODULE + name: spec for name, spec in specs.items()}
+
+
+def _list_mlp(model: ModelConfig, layer: int) -> dict[str, TensorSpec]:
+    """List the tensors of a layer's MLP, or of its experts.
+
+    A mixture's MLP has gate and fc in one, the activated half first.
+    """
     arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
+    if (experts := model.get_experts(layer)) is not None:
+        return _list_experts(experts, hidden, has_bias=model.has_mlp_bias)
     if model.experts is not None:
-        return _list_experts(model.experts, hidden, has_bias=model.has_mlp_bias)
+        return {
+            f"{DENSE_MODULE}fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
+            f"{DENSE_MODULE}proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
+        }
     fc = TensorSpec((inner, hidden), Shard.ROWS)
     if arithmetic.mlp == "fused":
         fc = TensorSpec((2 * inner, hidden), Shard.SECTIONS)
@@ -238,6 +279,8 @@ def _list_experts(experts: Experts, hidden: int, *, has_bias: bool) -> dict[str,
             "mlp.fc.bias": TensorSpec((num * 2 * inner,), Shard.REPLICATED),
             "mlp.proj.bias": TensorSpec((num * hidden,), Shard.REPLICATED),
         }
+    if experts.has_score_bias:
+        tensors[SCORE_BIAS] = TensorSpec((num,), Shard.REPLICATED)
     if inner := experts.shared_inner:
         tensors |= {
             f"{shared_module}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
@@ -264,7 +307,7 @@ def find_first_copy(name: str) -> str:
 
 def get_stored_dtype(name: str, dtype: str) -> str:
     """Return the type that a tensor is stored in alongside weights of `dtype`."""
-    wide_names = (ROUTER, ROUTER_BIAS, f"{LINEAR_MODULE}A_log", f"{LINEAR_MODULE}dt_bias")
-    if name.endswith(tuple(f".{wide_name}" for wide_name in wide_names)):
+    vectors = (ROUTER, ROUTER_BIAS, SCORE_BIAS, f"{LINEAR_MODULE}A_log", f"{LINEAR_MODULE}dt_bias")
+    if name.endswith(tuple(f".{vector}" for vector in vectors)):
         return "float32"
     return "int64" if name in NETS_OFFSETS else dtype

@@ -59,7 +59,7 @@ CONFIGS = [
          [remake(lambda root: make_llama(root, tied=True, name="model")),
           flags(trtllm_version="0.14", use_embedding_sharing=True, pp_size=2)],
          flags(use_embedding_sharing=False)),
-    Case("give {}, {} or {} for each layer", "gemma2", keys(layer_types=["full_attention"]),
+    Case("give one of {} for each layer", "gemma2", keys(layer_types=["full_attention"]),
          again),
     Case("check the source model's config.json", "llama", keys(num_key_value_heads=3), again),
     Case("use a tp_size of {}", "llama", flags(tp_size=3), flags(tp_size=2)),

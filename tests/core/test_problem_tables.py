@@ -52,6 +52,7 @@ ELSEWHERE = {
     "specdec/model/config.py": "tests/convert/test_hints.py",
     "specdec/model/experts.py": "tests/convert/test_hints.py",
     "specdec/model/linear_attention.py": "tests/convert/test_hints.py",
+    "specdec/model/short_conv.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/config.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/inventory.py": "tests/convert/test_hints.py",
     "specdec/trtllm/engine_folder.py": "tests/trtllm/test_engine_folder.py",
@@ -219,7 +220,8 @@ HYBRID = dataclasses.replace(
     make_checkpoint(),
     model=SimpleNamespace(  # type: ignore[arg-type]
         architecture="LlamaForCausalLM", arithmetic=make_model().arithmetic, tp_size=1,
-        dtype="float32", experts=None, linear_attention=SimpleNamespace(),
+        dtype="float32", experts=None, recurrence=SimpleNamespace(),
+        linear_attention=SimpleNamespace(), short_conv=None,
     ),
 )  # fmt: skip
 

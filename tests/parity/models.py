@@ -47,6 +47,14 @@ _LINEAR = {
 }  # fmt: skip
 _HYBRID = {**_GQA, **_LINEAR, "num_hidden_layers": 4}
 _HYBRID_MOE = {**_QWEN_MOE, **_LINEAR, "num_hidden_layers": 3, "full_attention_interval": 3}
+_LFM2 = {
+    **_SIZES, **_COMMON, "num_key_value_heads": 2, "norm_eps": 0.1, "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}  # fmt: skip
+_LFM2_MOE = {
+    **_LFM2, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "num_dense_layers": 2,
+}  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -216,6 +224,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "rope_theta": 150000.0, "truncate": False},
         },
     },
+    "Lfm2ForCausalLM": {
+        "plain": {**_LFM2, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
+        "biases": {
+            **_LFM2, "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False, "rope_parameters": _YARN | {"rope_theta": 10000.0},
+        },
+        "attention": {**_LFM2, "layer_types": None},
+    },
+    "Lfm2MoeForCausalLM": {
+        "plain": {**_LFM2_MOE, "routed_scaling_factor": 1.5},
+        "kept_weights": {
+            **_LFM2_MOE, "norm_topk_prob": False, "use_expert_bias": False, "num_dense_layers": 0,
+            "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False,
+        },
+        "attention": {
+            **_LFM2_MOE, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": False,
+        },
+    },
     "SeedOssForCausalLM": {
         "plain": {**_GQA, "head_dim": 16},
         "biases": {
@@ -265,7 +291,8 @@ def make_model(
     model = model_class(model_class.config_class(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        biases = (entry for entry in model.named_buffers() if entry[0].endswith("expert_bias"))
+        for key, weight in (*model.named_parameters(), *biases):
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1 and ("norm" in key or ".ln_" in key) and key.endswith("weight"):
                 is_less = "Gemma" in architecture or (

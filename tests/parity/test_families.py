@@ -170,7 +170,7 @@ def check_logits(decoder: Decoder, target: Path) -> None:
             at += size
         assert_near(torch.cat(logits), compute_reference(target, text), f"row {row}")
         texts.append(text)
-    is_hybrid = decoder.model.linear_attention is not None
+    is_hybrid = decoder.model.recurrence is not None
     tree = CHAIN if is_hybrid else TREE
     of_tree = run_tree(decoder, cache, tree)
     assert of_tree.shape == (2, tree.num_nodes, VOCAB)

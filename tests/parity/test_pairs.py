@@ -199,7 +199,7 @@ def test_every_method_without_weights_on_families(
     """The draft model is of another family."""
     expected = generate_reference(get_target(name), LENGTHS, LIMIT)
     engine = TorchEngine(make(name, None), device="cpu")
-    is_hybrid = engine.decoder.model.linear_attention is not None  # which refuse several texts
+    is_hybrid = engine.decoder.model.recurrence is not None  # which refuse several texts
     for method in (m for m in WITHOUT if not (is_hybrid and m == "lookahead")):
         use(engine, method, make(NAMES[NAMES.index(name) - 1], ""))
         assert engine.method == method

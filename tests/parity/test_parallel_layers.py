@@ -123,7 +123,7 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
         decoder.start_row(cache, row, len(text))
         for size in CHUNKS[row:]:
             logits.append(run_step(decoder, cache, row, [text.pop() for _ in range(size)]))
-    shape = TREE if decoder.model.linear_attention is None else CHAIN
+    shape = TREE if decoder.model.recurrence is None else CHAIN
     return torch.cat([*logits, *run_tree(decoder, cache, shape)])
 
 

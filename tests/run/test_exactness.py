@@ -51,7 +51,7 @@ def reference(target: Path, dtype: str = "float32") -> tuple[list[list[int]], li
 
 
 def is_hybrid(engine: TorchEngine) -> bool:
-    return engine.config.checkpoint.model.linear_attention is not None
+    return engine.config.checkpoint.model.recurrence is not None
 
 
 @pytest.fixture(scope="module", params=TARGETS)

@@ -299,7 +299,7 @@ def _pace_groups(
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:
     """Raise UsageError for a method that needs trees with a hybrid; say what becomes of others'."""
-    if config.checkpoint.model.linear_attention is None:
+    if config.checkpoint.model.recurrence is None:
         return
     names = [method.name for group in methods for method in group]
     architecture = config.checkpoint.model.architecture

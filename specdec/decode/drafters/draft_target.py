@@ -94,7 +94,7 @@ def attach_draft(
     """
     draft_build = draft.config.build
     models = target.config.checkpoint.model, draft.config.checkpoint.model
-    hybrids = [model.architecture for model in models if model.linear_attention is not None]
+    hybrids = [model.architecture for model in models if model.recurrence is not None]
     problems = find_length_problems(target.config, draft_len, tree_tokens)
     if tree_tokens is not None and hybrids:
         problems.add(

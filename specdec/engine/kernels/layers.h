@@ -13,25 +13,39 @@ namespace {
 // counted from `first_expert`, packed: the rows that are multiplied, then those that are activated;
 // down: [D, I]; gate: [D], of the shared expert, which is absent where shared_I is 0; counters: steps,
 // tokens, experts chosen by any of a step's tokens. router_bias: [num]; up_biases, down_biases: [count, 2 I]
-// and [count, D]; each may be null. limit, slope: of `gate_mul_cut`, or limit is 0 for silu.
+// and [count, D]; each may be null, as score_bias [num], of the choice alone. limit, slope: of `gate_mul_cut`, or limit is 0 for silu.
 struct ExpertsRecord {
   const float *router, *router_bias;
   const void *up_biases, *down_biases;
   double limit, slope;
   const void *const *up, *const *down;
   const void *shared_up, *shared_down, *gate;
+  const float *score_bias;
   int64_t *counters;
-  int64_t num, top_k, first_expert, count, I, shared_I, renormalizes;
+  int64_t num, top_k, first_expert, count, I, shared_I, renormalizes, uses_sigmoid;
+  double weight_scale, sum_epsilon;
 };
 
-// Softmax over all scores [num] of a token, and the best of them, first: of equal ones those that
-// torch.topk takes, which calls the same functions. Returns what the weights are divided by.
-inline float choose_experts(float *scores, const ExpertsRecord &e, std::vector<Ranked> &queue) {
-  float top = scores[0], total = 0.0f, sum = 0.0f;
+// Softmax over all scores [num] of a token, or the sigmoid of each.
+inline void finish_scores(float *scores, const ExpertsRecord &e) {
+  if (e.uses_sigmoid) {
+    for (int64_t i = 0; i < e.num; ++i) scores[i] = sigmoid(scores[i]);
+    return;
+  }
+  float top = scores[0], total = 0.0f;
   for (int64_t i = 1; i < e.num; ++i) top = scores[i] > top ? scores[i] : top;
   for (int64_t i = 0; i < e.num; ++i) total += scores[i] = exp_fast(scores[i] - top);
+  for (int64_t i = 0; i < e.num; ++i) scores[i] /= total;
+}
+
+// The scores of a token's experts, and the best of them, first: of equal ones those that torch.topk
+// takes, which calls the same functions. Returns what the weights are divided by.
+inline float choose_experts(float *scores, const ExpertsRecord &e, std::vector<Ranked> &queue) {
+  finish_scores(scores, e);
+  float sum = 0.0f;
   queue.resize(e.num);
-  for (int64_t i = 0; i < e.num; ++i) queue[i] = rank(scores[i] / total, i);
+  for (int64_t i = 0; i < e.num; ++i)
+    queue[i] = rank(e.score_bias == nullptr ? scores[i] : scores[i] + e.score_bias[i], i);
   const auto better = [](const Ranked &a, const Ranked &b) { return a.first > b.first; };
   if (e.top_k * 64 <= e.num) {
     std::partial_sort(queue.begin(), queue.begin() + e.top_k, queue.end(), better);
@@ -39,8 +53,8 @@ inline float choose_experts(float *scores, const ExpertsRecord &e, std::vector<R
     std::nth_element(queue.begin(), queue.begin() + e.top_k - 1, queue.end(), better);
     std::sort(queue.begin(), queue.begin() + e.top_k - 1, better);
   }
-  for (int64_t k = 0; k < e.top_k; ++k) sum += queue[k].first;
-  return e.renormalizes ? sum : 1.0f;
+  for (int64_t k = 0; k < e.top_k; ++k) sum += scores[queue[k].second];
+  return e.renormalizes ? sum + static_cast<float>(e.sum_epsilon) : 1.0f;
 }
 
 // Buffers that the experts of a layer use one after the other.
@@ -90,8 +104,11 @@ void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *ou
   multiply(x, M, D, e.router, e.router_bias, e.num, scores.data());
   for (int64_t m = 0; m < M; ++m) {
     const float divisor = choose_experts(&scores[m * e.num], e, queue);
-    for (int64_t k = 0; k < e.top_k; ++k)
-      routed[queue[k].second].emplace_back(m, queue[k].first / divisor);
+    const float scale = static_cast<float>(e.weight_scale);
+    for (int64_t k = 0; k < e.top_k; ++k) {
+      const int64_t expert = queue[k].second;
+      routed[expert].emplace_back(m, scores[m * e.num + expert] / divisor * scale);
+    }
   }
   e.counters[0] += 1;
   e.counters[1] += M;
