@@ -76,7 +76,7 @@ class ExpertLayer:
                 self.counters,
                 ExpertBiases(
                     router.bias, *(_join_biases(linears) for linears in (up, down)),
-                    router.score_bias,
+                    scores=router.score_bias,
                 ),
             )  # fmt: skip
 
