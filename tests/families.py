@@ -170,6 +170,16 @@ def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
                 weight.copy_((0 if is_less else 1) + 0.1 * noise)
 
 
+def make_convolving(parent: Path, **config: Any) -> Path:
+    """Write a random mixture of LFM2's of the size of the other tests' targets."""
+    sizes: dict[str, Any] = {
+        "heads": 4, "kv_heads": 2, "layers": 4, "intermediate": 128, "norm_eps": 0.1, "vocab": 128,
+        "moe_intermediate_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    }  # fmt: skip
+    return make_family_model(parent, "lfm2_moe", **sizes | config)
+
+
 def make_hybrid(parent: Path, *, vocab: int = 128, **config: Any) -> Path:
     """Write a random Qwen3.5 of the size of the other tests' targets."""
     sizes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Targets with linear attention: rejected drafts, shared prefixes, draft models, ranks."""
+"""Targets with layers that keep a state: rejected drafts, shared prefixes, draft models, ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,24 @@ from specdec.errors import UsageError
 from specdec.run.settings import RunSettings
 from tests.engine.kernels import needs_compiler
 from tests.engines import OracleDrafter, call, list_requests, make_engine, make_noisy_copy
-from tests.families import make_hybrid
+from tests.families import make_convolving, make_hybrid
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 LIMIT = 24
 
 
+of_both_kinds = pytest.mark.parametrize("folder", ["linear", "convolving"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of a hybrid, of one rank and two, and of a draft model like it."""
     parent = tmp_path_factory.mktemp("hybrids")
-    make_noisy_copy(
-        make_hybrid(parent, intermediate=128, linear_value_head_dim=32), parent / "draft"
-    )
+    if getattr(request, "param", "linear") == "convolving":
+        target = make_convolving(parent)
+    else:
+        target = make_hybrid(parent, intermediate=128, linear_value_head_dim=32)
+    make_noisy_copy(target, parent / "draft")
     for name, size, flags in (
         ("target", 1, EXTERNAL), ("target", 2, EXTERNAL), ("draft", 1, ()), ("draft", 2, ()),
     ):  # fmt: skip
@@ -85,6 +90,7 @@ def run_chain(decoder: Decoder, cache: KVCache, row: int, tokens: list[int], kep
 
 
 @needs_compiler
+@of_both_kinds
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimize", ["none", "auto"])
 @torch.inference_mode()
@@ -126,6 +132,7 @@ def test_states_after_drafts_are_those_of_plain_decoding(
     assert not drafted.states.state[:, [0, 2]].any(), "other rows"
 
 
+@of_both_kinds
 @pytest.mark.parametrize("prompt_chunk", [None, 5, "auto"])
 @pytest.mark.parametrize("quality", [1.0, 0.6])
 def test_rows_come_and_go(folder: Path, quality: float, prompt_chunk: Any) -> None:
@@ -155,6 +162,7 @@ def test_a_cancelled_request_leaves_nothing_behind(folder: Path) -> None:
     assert [list(r.output_ids) for r in active] == expected * 2
 
 
+@of_both_kinds
 @pytest.mark.parametrize("size", [1, 2])
 def test_shared_prefixes_are_gone_on_behind_where_a_state_is_kept(folder: Path, size: int) -> None:
     """At the end of a text, before the last token of a prompt, and where prompts have parted."""
@@ -200,6 +208,7 @@ def test_places_are_bounded(folder: Path) -> None:
     assert cache.find_prefix(0, 20) == 0, "its state is kept no longer"
 
 
+@of_both_kinds
 @pytest.mark.parametrize(("size", "use_logits"), [(1, False), (1, True), (2, False)])
 def test_a_hybrid_drafts_for_a_hybrid(folder: Path, size: int, use_logits: bool) -> None:
     engine = TorchEngine(folder / f"target-tp{size}", device="cpu")
@@ -226,6 +235,7 @@ def test_methods_that_need_trees_are_refused(folder: Path, tmp_path: Path) -> No
         attach_draft(target, draft, draft_len=4, use_logits=False, tree_tokens=4)
 
 
+@of_both_kinds
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rounded_weights(folder: Path, tmp_path: Path, kind: str) -> None:
     """The matrices of linear attention are rounded, too, but for the small one of its gates."""
