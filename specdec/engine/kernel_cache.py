@@ -6,12 +6,13 @@ An entry's name is the sum of what it was compiled from, and its own; needs no t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from specdec.system import logs
@@ -72,6 +73,38 @@ def keep(content: bytes, info: Mapping[str, str], suffix: str = LIBRARY) -> Path
             " folder that you own"
         )
     return None
+
+
+@contextlib.contextmanager
+def take_turn(info: Mapping[str, str]) -> Iterator[None]:
+    """Let one process of a user at a time compile what `info` says; the cache then has it for all.
+
+    The lock is a file among the temporary ones, so that a failure leaves nothing in the cache.
+    Where it cannot be had, or is another user's, nobody waits.
+    """
+    descriptor = None
+    key = _name_key({**info, "cache": str(find_cache())})
+    path = Path(tempfile.gettempdir()) / f"specdec-{os.geteuid()}-{key}.lock"
+    try:
+        with contextlib.suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o600)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                _lock(descriptor)
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # another user's, or removed by who held it before
+                path.unlink()
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process that compiles the native kernels")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def write_entry(

@@ -7,7 +7,7 @@ import ctypes
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from specdec.engine.compiler import (
     find_compiler,
     hash_source,
 )
-from specdec.engine.kernel_cache import find_kept, keep
+from specdec.engine.kernel_cache import find_kept, keep, take_turn
 from specdec.engine.native_border import FLOAT, INT, POINTER, RECORDS
 from specdec.errors import SpecDecError
 from specdec.system import logs
@@ -55,13 +55,28 @@ def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
         **_describe_kernels(),
     }
     library = folder / LIBRARY_NAME
-    if cached_library := find_kept(info):
-        # One that this process has loaded may lie there: written into, it would break under us.
-        library.unlink(missing_ok=True)
-        shutil.copyfile(cached_library, library)
-        logger.debug("kernels taken from %s", cached_library)
-        return info
-    objects = folder / "kernels.o"
+    if not _copy_kept(info, library):
+        with take_turn(info):
+            if not _copy_kept(info, library):  # nor has another process compiled them meanwhile
+                _compile(compiler, info, library, reason)
+    return info
+
+
+def _copy_kept(info: Mapping[str, str], library: Path) -> bool:
+    """Copy a library out of the user's cache; return False where it does not hold it."""
+    if (cached_library := find_kept(info)) is None:
+        return False
+    # One that this process has loaded may lie there: written into, it would break under us.
+    library.unlink(missing_ok=True)
+    shutil.copyfile(cached_library, library)
+    logger.debug("kernels taken from %s", cached_library)
+    return True
+
+
+def _compile(
+    compiler: Sequence[str], info: Mapping[str, str], library: Path, reason: str
+) -> None:  # fmt: skip
+    objects = library.with_name("kernels.o")
     if reason:
         logger.info("%s", reason)
     label = f"compiling the native kernels for this CPU with {info['compiler']}, once"
@@ -75,7 +90,6 @@ def compile_kernels(folder: Path, reason: str = "") -> dict[str, str]:
     objects.unlink()
     _load_library(library)  # what does not load is not kept
     keep(library.read_bytes(), info)
-    return info
 
 
 @contextlib.contextmanager

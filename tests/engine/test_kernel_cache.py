@@ -9,8 +9,10 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,64 @@ def test_what_compiling_takes_is_said(
         native_library.compile_kernels(tmp_path)
         assert caplog.text.count(began) == count
     assert "they are compiled again each time an engine is built or loaded" in caplog.text
+
+
+@pytest.fixture
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small source in the kernels' place, an empty cache, and the folder of the lock's file."""
+    source, folder = tmp_path / "kernels.cpp", tmp_path / "temporary"
+    source.write_text(SOURCE.format(answer=1))
+    folder.mkdir()
+    monkeypatch.setattr(native_library, "SOURCE", source)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+@needs_compiler
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_of_two_compiles(
+    fails: bool, turns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Who comes later waits, and takes what was kept; or compiles where the first has failed."""
+    outputs: list[Path] = []
+
+    def call(command: list[str], *, output: Path | None = None) -> str:
+        if output is not None and output.suffix == ".o":
+            outputs.append(output)
+            wait_for(lambda: "waiting for another process" in caplog.text or len(outputs) == 2)
+            if fails and len(outputs) == 1:
+                raise SpecDecError("the first fails", "try again")
+        return compiler.call_compiler(command, output=output)
+
+    monkeypatch.setattr(native_library, "call_compiler", call)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(native_library.compile_kernels, folder) for folder in folders]
+    errors = [job.exception() for job in jobs]
+    expected = [str(SpecDecError("the first fails", "try again"))] * fails
+    libraries = [(folder / native_library.LIBRARY_NAME).exists() for folder in folders]
+    assert (len(outputs), libraries.count(False)) == ((2, 1) if fails else (1, 0))
+    assert [str(error) for error in errors if error is not None] == expected
+    assert not list(turns.iterdir())
+
+
+@needs_compiler
+def test_a_lock_of_others_is_not_waited_for(turns: Path, tmp_path: Path) -> None:
+    """A link in its place is not followed, and stays."""
+    (tmp_path / "target").touch()
+    info = {"cpu": "this one"}
+    with kernel_cache.take_turn(info):
+        (lock,) = turns.iterdir()
+    lock.symlink_to(tmp_path / "target")
+    with kernel_cache.take_turn(info):
+        pass
+    assert lock.is_symlink()
+    native_library.compile_kernels(tmp_path)
+    assert (tmp_path / native_library.LIBRARY_NAME).exists()
 
 
 @needs_compiler
