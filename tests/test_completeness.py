@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.mutants import BREAKS
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
-SUBCOMMANDS = {"data": "train.data"}
+SUBCOMMANDS = {"data": "train.data", "ngrams": "train.ngrams"}
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specdec.command.stages import show_report, stage_command
 
 from .data.settings import DataSettings
+from .ngrams.settings import NgramTableSettings
 from .settings import TrainSettings
 
 
@@ -25,4 +26,12 @@ def data_command(settings: DataSettings) -> None:
     show_report(regenerate_data(settings), settings)
 
 
-command.subcommands = {"data": data_command}
+@stage_command("train ngrams", NgramTableSettings, section="ngrams")
+def ngrams_command(settings: NgramTableSettings) -> None:
+    """Count the n-grams of texts: a table that drafts for every model with their tokenizer."""
+    from .ngrams.pipeline import make_ngram_table
+
+    show_report(make_ngram_table(settings), settings)
+
+
+command.subcommands = {"data": data_command, "ngrams": ngrams_command}

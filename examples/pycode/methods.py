@@ -79,6 +79,7 @@ SHOWN = (
         {"bench": {"draft_chain": "suffix,draft_target", "suffix_max_tokens": 8}},
     ),
     Variant("prompt lookup, 8 tokens", "prompt_lookup"),
+    Variant("n-gram table, 7 tokens", "ngram"),
     Variant("lookahead, W 4, N 4, G 4", "lookahead"),
 )  # fmt: skip
 VARIANTS = SHOWN + tuple(  # a method that is not listed is measured by its recipe

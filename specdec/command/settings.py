@@ -15,7 +15,7 @@ OPTION_HINT = (
     "--help and --all list the options, `specdec docs flags` has what replaces TensorRT-LLM's and"
     " ModelOpt's"
 )
-SECTIONS = ("convert", "build", "run", "serve", "train", "data", "verify", "bench")
+SECTIONS = ("convert", "build", "run", "serve", "train", "data", "ngrams", "verify", "bench")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from . import (
     lookahead,
     medusa,
     mtp,
+    ngram,
     prompt_lookup,
     redrafter,
     suffix,
@@ -46,7 +47,8 @@ S = TypeVar("S")
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
     for module in (
-        redrafter, medusa, eagle, dflash, mtp, draft_target, prompt_lookup, suffix, lookahead,
+        redrafter, medusa, eagle, dflash, mtp, draft_target, prompt_lookup, suffix, ngram,
+        lookahead,
     )
 }
 # fmt: on

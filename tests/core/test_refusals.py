@@ -197,6 +197,9 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         (f"{RUN} --no-speculation --lookahead-config [3,3,3]", f"--lookahead-config {IDLE}",
          LEAVE_ONE),
     ],
+    "specdec.methods.ngram": [
+        (f"{RUN} --no-speculation --ngram-table t", f"--ngram-table {IDLE}", LEAVE_ONE),
+    ],
     "specdec.methods.prompt_lookup": [
         (f"{RUN} --no-speculation --prompt-lookup-num-tokens 3",
          f"--prompt-lookup-num-tokens {IDLE}", LEAVE_ONE),

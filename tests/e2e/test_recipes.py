@@ -32,7 +32,7 @@ from tests.conftest import (
     make_mtp_head,
     make_tokenizer,
 )
-from tests.engines import call_here, reset_accelerator, run_cli_here
+from tests.engines import call_here, reset_accelerator, run_cli_here, run_here
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
@@ -58,10 +58,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "prompts.jsonl").write_text(prompts)
     rows = [json.dumps({"text": text * 3 + str(n)}) + "\n" for n in range(3) for text in TEXTS]
     (folder / "heldout.jsonl").write_text("".join(rows))
+    flags = ("--tokenizer-dir", folder / "target", "--output", folder / "ngrams.safetensors")
+    run_here(("train", "ngrams", "--data", folder / "heldout.jsonl", *flags))
     return {
         "out/": f"{folder}/out/",
         "examples/pycode/target": f"{folder}/target",
         "examples/pycode/draft": f"{folder}/draft",
+        "examples/pycode/ngrams.safetensors": f"{folder}/ngrams.safetensors",
         recipe.PROMPTS: f"{folder}/prompts.jsonl",
         recipe.TRAINING_PROMPTS: f"{folder}/prompts.jsonl",
         f"{recipe.CORPUS}/heldout.jsonl": f"{folder}/heldout.jsonl",

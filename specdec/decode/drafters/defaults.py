@@ -1,4 +1,4 @@
-"""The one table of when suffixes draft without a flag: before an engine's drafter, or alone.
+"""The one table of when suffixes and n-grams draft without a flag: before a drafter, or alone.
 
 Their drafts are verified only while that is faster, as `Pace` decides for each step.
 """
@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import specdec
 from specdec.engine.layout import EngineConfig
+from specdec.files.ngrams import hash_tokens, read_vocabulary
+from specdec.methods import ngram
+from specdec.methods.chain import Chain
 from specdec.methods.suffix import DEFAULT_TOKENS, METHOD, SuffixOptions
 
 if TYPE_CHECKING:
     from specdec.decode.drafters import Drafting
+
+TABLES = Path(specdec.__file__).parent / "tables"  # of n-grams, one for each vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +58,30 @@ def _joins_chains(config: EngineConfig) -> bool:
 def add_suffixes(config: EngineConfig, drafting: Drafting, device: str) -> Drafting:
     """Return options by which suffixes draft too, where nothing in the table speaks against it.
 
-    device: its type.
+    N-grams draft into their tree, where specdec has a table of the tokenizer. device: its type.
     """
     situation = Situation(config, drafting, device)
     if any(excludes(situation) for _, excludes in EXCLUSIONS):
         return drafting
-    method = config.default_method
-    options = SuffixOptions(max_tokens=min(DEFAULT_TOKENS, config.draft_room))
+    room, method = config.draft_room, config.default_method
+    options: dict[str, Any] = {METHOD.name: SuffixOptions(max_tokens=min(DEFAULT_TOKENS, room))}
+    if (table := find_table(drafting.tokenizer)) is not None and room > DEFAULT_TOKENS:
+        options[ngram.METHOD.name] = ngram.NgramOptions(
+            path=table, max_tokens=min(ngram.DEFAULT_TOKENS, room - DEFAULT_TOKENS)
+        )
+    chain: Chain = (tuple(options),) if method is None else (tuple(options), (method.name,))
+    is_alone = len(options) == 1 and method is None
     return dataclasses.replace(
-        drafting, options={METHOD.name: options}, is_default=True,
-        chain=((METHOD.name,), (method.name,)) if method is not None else None,
-    )  # fmt: skip
+        drafting, options=options, is_default=True, chain=None if is_alone else chain
+    )
+
+
+def find_table(tokenizer: Any) -> Path | None:
+    """Return the file of the table that specdec has for a tokenizer of transformers, if any."""
+    if tokenizer is None:
+        return None
+    for path in sorted(TABLES.glob("*.safetensors")):
+        num_tokens, sha256 = read_vocabulary(path)
+        if num_tokens <= len(tokenizer) and hash_tokens(tokenizer, num_tokens) == sha256:
+            return path
+    return None

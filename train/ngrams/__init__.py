@@ -1,0 +1,1 @@
+"""`specdec-train ngrams`: data files and a tokenizer -> a table of n-grams."""
