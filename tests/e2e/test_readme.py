@@ -239,7 +239,8 @@ OTHERS_FLAGS = {
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
     "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
-    "--spec-type", "--spec-draft-model", "--mtp",
+    "--spec-type", "--spec-draft-model", "--mtp", "--kv-transfer-config",
+    "--no-enable-chunked-prefill", "--no-enable-prefix-caching",
 }  # fmt: skip
 
 
@@ -258,7 +259,9 @@ def test_pages_name_only_flags_that_exist(name: str) -> None:
             known |= {*action.option_strings}
     for label in LABELS:
         known |= {f"--{flag.replace('_', '-')}" for flag in load_facts(label).flags}
-    modules = [module for module, _ in STAGES.values()] + ["specdec.train.data.settings"]
+    modules = [module for module, _ in STAGES.values()] + [
+        "specdec.train.data.settings", "specdec.train.ngrams.settings"
+    ]  # fmt: skip
     for module in modules:
         settings = importlib.import_module(module.rpartition(".")[0] + ".settings")
         for value in vars(settings).values():

@@ -32,7 +32,7 @@ from tests.conftest import (
     make_mtp_head,
     make_tokenizer,
 )
-from tests.engines import call_here, reset_accelerator, run_cli_here, run_here
+from tests.engines import call_here, reset_accelerator, run_cli_here
 
 # What the commands do is no question of speed, and kernels take seconds to compile.
 CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
@@ -59,7 +59,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rows = [json.dumps({"text": text * 3 + str(n)}) + "\n" for n in range(3) for text in TEXTS]
     (folder / "heldout.jsonl").write_text("".join(rows))
     flags = ("--tokenizer-dir", folder / "target", "--output", folder / "ngrams.safetensors")
-    run_here(("train", "ngrams", "--data", folder / "heldout.jsonl", *flags))
+    made = run_cli_here("train", "ngrams", "--data", folder / "heldout.jsonl", *flags)
+    assert made.returncode == 0, made.stderr
     return {
         "out/": f"{folder}/out/",
         "examples/pycode/target": f"{folder}/target",
