@@ -195,12 +195,17 @@ def test_all_others_measure_as_they_load(parent: Path, monkeypatch: pytest.Monke
     bench.engine.close()
 
 
-def test_the_command_says_what_was_drafted(parent: Path, tmp_path: Path) -> None:
-    """As processes, in which costs are measured: once, and for a long text only."""
+def test_the_command_says_what_was_drafted(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are measured for a long text only; there in a process, which measures them really."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"input_ids": COUNTED}))
     flags = ["--engine-dir", parent / "plain", "--input-file", tmp_path / "p.jsonl"]
     flags += ["--device", "cpu", "--max-output-len"]
-    short = run_cli("run", *flags, 30)
+    with monkeypatch.context() as patch:
+        costs = Costs(patch)
+        short = run_cli_here("run", *flags, 30)
+    assert (short.returncode, costs.num_measured) == (0, 0)
     assert "nothing drafts for these short texts" in short.stderr
     assert "suffix on cpu" in short.stderr
     assert "nothing drafted: the speed is plain decoding's" in short.stderr
