@@ -30,6 +30,7 @@ from specdec.text.call_probe import choose_formats
 
 from .access import MAX_HEADER_BYTES, AccessControl
 from .app import Endpoints
+from .cors import Cors, read_origins
 from .metrics import Metrics
 from .ollama import ModelCard
 from .protocol import Connection
@@ -44,9 +45,13 @@ SWITCH_SECONDS = 0.0005  # switch interval of threads; Python's default is 0.005
 def serve(settings: ServeSettings) -> None:
     """Load the engine and serve until a signal; SpecDecError where either fails."""
     require(settings)
-    read_drafting(settings, None)  # raises errors of options before the engine is loaded
+    # Errors of options are raised before the engine is loaded.
     key = read_key(settings.api_key_file)
     check_address(settings, key)
+    read_origins(
+        settings.cors_origin, has_key=key is not None, is_anonymous=settings.allow_anonymous
+    )
+    read_drafting(settings, None)
     with keep_signals(), open_socket(settings) as listener, load(settings) as engine:
         EngineServer(settings, engine, key).run_until_signal(listener)
         end_ranks(is_done=True)
@@ -163,7 +168,10 @@ class EngineServer:
         names = None
         if key is None and is_loopback(settings.host):
             names = frozenset({"localhost", "127.0.0.1", "[::1]", settings.host})
-        self.app = AccessControl(endpoints.make_app(), key, names)
+        origins = read_origins(
+            settings.cors_origin, has_key=key is not None, is_anonymous=settings.allow_anonymous
+        )
+        self.app = AccessControl(endpoints.make_app(), key, names, Cors(origins))
         self._model = model
         config = uvicorn.Config(
             self.app, log_config=None, access_log=False, lifespan="off", server_header=False,

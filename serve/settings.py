@@ -51,6 +51,11 @@ class ServeSettings:
     allow_anonymous: bool = ADDRESS(
         False, help="Listen on other addresses than loopback without a key."
     )
+    cors_origin: list[str] = ADDRESS(
+        [], metavar="ORIGIN",
+        help="Origins of other sites whose pages may call the server, such as"
+        " http://localhost:3000; * are all, and needs a key.",
+    )  # fmt: skip
     max_batch_size: int | None = LOAD(
         minimum=1, help="Requests decoded at once; the engine's own if not given."
     )

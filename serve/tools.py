@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from specdec.decode.requests import Request
 from specdec.errors import shorten
-from specdec.text.answer_parser import Parser
+from specdec.text.answer_parser import Parser, find_thinking
 from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
 from specdec.text.grammar import space_schema
 from specdec.text.harmony import (
@@ -205,14 +205,6 @@ def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:
         "tool_choice",
         f'is {shorten(choice)}, not none, auto, required or {{"type": "function", {example}}}',
     )
-
-
-def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
-    """Return whether an answer begins with reasoning: True, None for perhaps, False."""
-    end = prompt.rstrip()
-    if form is None or end.endswith(form.end):
-        return False
-    return True if form.is_assumed or end.endswith(form.begin) else None
 
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:

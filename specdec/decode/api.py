@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from specdec.decode.call_settings import (
     AnyPrompt,
@@ -19,8 +19,10 @@ from specdec.decode.call_settings import (
     make_prompt,
     read_options,
 )
+from specdec.decode.chats import make_chat_prompt, read_answer
 from specdec.decode.engine import TorchEngine, load_engine
 from specdec.decode.loop import Batch, Options
+from specdec.decode.models import make_engines
 from specdec.decode.outputs import Event, Output, describe_output
 from specdec.decode.prompt_requests import find_end_ids, make_requests
 from specdec.decode.requests import ActiveRequest, Request, RequestStats, choose_best
@@ -37,6 +39,8 @@ from specdec.errors import (
 from specdec.files.backends import find_backend
 from specdec.files.session_files import SessionFolder
 from specdec.system import logs
+from specdec.text.call_formats import AUTO, NO_FORMATS, ChatFormats
+from specdec.text.call_probe import choose_formats
 from specdec.text.encoding import use_template
 from specdec.text.grammar import GrammarCompiler
 from specdec.text.prompts import ONLY, Prompt
@@ -69,6 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
         self._batch: Batch | None = None  # that streams are in
+        self._kept = contextlib.ExitStack()  # keeps engines that `load` made in their cache
 
     @classmethod
     def load(  # noqa: PLR0913 - the public signature
@@ -76,6 +81,7 @@ class Engine:
         path: str | Path,
         *,
         tokenizer: Any = None,
+        drafter: str | Path | None = None,
         draft: str | Path | None = None,
         device: str = "auto",
         speculation: bool = True,
@@ -85,11 +91,14 @@ class Engine:
         is_launched: bool = False,
         **options: Any,
     ) -> Engine:
-        """Load an engine folder of the torch backend, and start its other ranks where it has some.
+        """Load an engine folder or a model, and start the engine's other ranks where it has some.
 
+        path: an engine folder of the torch backend, or a model: a Hugging Face folder, a Hub id or
+        a GGUF file, whose engine is made, or taken from the cache of specdec generate.
         tokenizer: a folder, a hub id, or a transformers tokenizer; None is the one that the engine
-        holds, if any; its end tokens count with a tokenizer of transformers, too. draft: the
-        engine folder of a draft model. device: auto, cpu or cuda.
+        or the model has, if any; its end tokens count with a tokenizer of transformers, too.
+        drafter: a trained drafter for a model, or a whole small one: a folder or Hub id. draft: a
+        draft model, or its engine folder. device: auto, cpu or cuda.
         speculation: False decodes one token per step. max_batch_size, max_seq_len: fewer and
         shorter requests than the engine was built for, which take less memory. prompt_chunk: tokens
         of new prompts that are read in a step of streams that have begun; "auto" is as many as
@@ -97,8 +106,8 @@ class Engine:
         streams wait.
         is_launched: this may be rank 0 of torchrun's processes,
         the others of which follow it. options: those of specdec-run that say who drafts and how,
-        with underscores, such as draft_len="auto" or
-        eagle_tree_tokens=12.
+        with underscores, such as draft_len="auto" or eagle_tree_tokens=12; with a model also those
+        that say how it is converted and built, such as dtype and quantization.
 
         Raises SpecDecError where the engine cannot be loaded; UsageError, which is one, for options
         that are unknown or have no effect with it.
@@ -111,22 +120,29 @@ class Engine:
         name = tokenizer if isinstance(tokenizer, (str, Path)) else None
         if not isinstance(speculation, bool):
             raise UsageError(f"speculation is {shorten(speculation)}", "give True or False")
-        settings = read_options(options, {
-            "engine_dir": "" if path is None else path, "device": device,
-            "no_speculation": not speculation, "draft_engine_dir": draft, "tokenizer_dir": name,
-        })  # fmt: skip
-        if name is not None:
-            tokenizer = None
-        elif tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
+        if name is None and tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
             raise UsageError(
                 f"tokenizer is {shorten(tokenizer)}, of the type {type(tokenizer).__name__}",
                 "give a folder, a Hub id, or a tokenizer of transformers, such as AutoTokenizer"
                 " returns",
             )
-        return cls.open(
-            settings, tokenizer, max_batch_size=max_batch_size, max_seq_len=max_seq_len,
-            prompt_chunk=prompt_chunk, measures_late=True,
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+            folders = make_engines(
+                stack, path, drafter=drafter, draft=draft, limits=limits, device=device,
+                options=options,
+            )  # fmt: skip
+            settings = read_options(folders.options, {
+                "engine_dir": "" if path is None else folders.engine, "device": device,
+                "no_speculation": not speculation, "draft_engine_dir": folders.draft,
+                "tokenizer_dir": folders.tokenizer if tokenizer is None else name,
+            })  # fmt: skip
+            engine = cls.open(
+                settings, None if name is not None else tokenizer, **limits,
+                prompt_chunk=prompt_chunk, measures_late=True,
+            )  # fmt: skip
+            engine._kept = stack.pop_all()
+        return engine
 
     @classmethod
     def open(
@@ -191,6 +207,7 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.close()
             core.close()
+            self._kept.close()
 
     def describe(self) -> dict[str, Any]:
         """Return method, backend, device, dtype, quantization and tp_size."""
@@ -272,6 +289,30 @@ class Engine:
                     while request.finish_reason is None:
                         self._step(batch)
         return [describe_output(result, self.tokenizer) for result in choose_best(results)]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        **settings: Any,
+    ) -> Output:
+        """Answer a conversation by the chat template; the output's `message` goes behind it.
+
+        messages: in OpenAI's form, with tool_calls and results of tools. tools: functions that the
+        answer may call, in OpenAI's form. settings: fields of a Prompt, such as max_output_len or
+        chat_template_kwargs.
+        """
+        make_defaults(cast("Settings", settings))  # refuses names that no prompt has
+        formats = self._chat_formats
+        prompt = make_chat_prompt(messages, tools, formats, self.tokenizer, settings)
+        (output,) = self.generate([prompt])
+        return dataclasses.replace(output, message=read_answer(output, tools, formats))
+
+    @functools.cached_property
+    def _chat_formats(self) -> ChatFormats:
+        """Formats of the model's tool calls and reasoning, by its chat template."""
+        return NO_FORMATS if self.tokenizer is None else choose_formats(AUTO, AUTO, self.tokenizer)
 
     def run(self, requests: Sequence[Request], **option_fields: Any) -> list[ActiveRequest]:
         """Decode prepared requests while no stream is open; `generate` for commands.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Output:
     finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
     logprobs: one a token where the prompt asks for them, else empty. prompt_logprobs: those of the
     prompt's tokens, None of the first. logits: [tokens, V] in float32, where `generate` was to
-    keep them.
+    keep them. message: the answer of a chat as a message.
     """
 
     prompt: str
@@ -41,6 +42,7 @@ class Output:
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     logits: Tensor | None = None
+    message: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -519,6 +519,14 @@ class Parser:
         self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **delta}]})
 
 
+def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
+    """Return whether an answer begins with reasoning: True, None for perhaps, False."""
+    end = prompt.rstrip()
+    if form is None or end.endswith(form.end):
+        return False
+    return True if form.is_assumed or end.endswith(form.begin) else None
+
+
 def make_id(form: ToolFormat | None) -> str:
     """Make a new id of a call; Mistral's templates take nine letters and digits only."""
     is_short = form is not None and form.begin == "[TOOL_CALLS]"

@@ -1,0 +1,122 @@
+"""Pages of other sites: which may call the server, as browsers find out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from specdec.errors import UsageError
+from specdec.serve.access import AccessControl
+from specdec.serve.cors import Cors, read_origins
+from tests.engines import run_cli_here
+
+PAGE, OTHER = "http://localhost:3000", "https://evil.example"
+ALLOW = "access-control-allow-origin"
+
+
+async def answer(_: Request) -> JSONResponse:
+    return JSONResponse({"ok": True})
+
+
+def ask(
+    method: str, origin: str | None, *origins: str, key: str | None = None, **headers: str
+) -> httpx.Response:
+    """The answer of a server with these origins to a page."""
+    app = Starlette(routes=[Route("/v1/models", answer, methods=["GET", "POST"])])
+    gate = AccessControl(app, key, frozenset({"localhost"}), Cors(origins))
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    if origin is not None:
+        sent["Origin"] = origin
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
+            return await client.request(method, "http://localhost/v1/models", headers=sent)
+
+    return asyncio.run(run())
+
+
+PREFLIGHT: Any = {
+    "access_control_request_method": "POST",
+    "access_control_request_headers": "authorization, content-type, x-stainless-os",
+}
+
+
+def test_a_named_origin_may_call_and_read() -> None:
+    asked = ask("OPTIONS", PAGE, PAGE, key="secret", **PREFLIGHT)
+    assert (asked.status_code, asked.text) == (204, ""), "a preflight request has no key"
+    assert asked.headers[ALLOW] == PAGE
+    assert asked.headers["access-control-allow-credentials"] == "true"
+    assert asked.headers["access-control-allow-headers"].endswith("x-stainless-os")
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "access-control-allow-private-network" not in asked.headers
+    private = ask("OPTIONS", PAGE, PAGE, **PREFLIGHT, access_control_request_private_network="true")
+    assert private.headers["access-control-allow-private-network"] == "true"
+    for key, status in (("secret", 401), (None, 200)):
+        done = ask("POST", PAGE, "https://a.example", PAGE, key=key)
+        assert done.status_code == status, "an error can be read as well"
+        assert done.headers[ALLOW] == PAGE
+        assert done.headers["vary"] == "Origin"
+        assert "x-request-id" in done.headers["access-control-expose-headers"]
+        assert done.headers["x-request-id"] == done.headers["request-id"]
+
+
+def test_others_may_not() -> None:
+    refused = ask("OPTIONS", OTHER, PAGE, **PREFLIGHT)
+    assert refused.status_code == 403
+    assert f"pages of '{OTHER}' may not call" in refused.json()["error"]["message"]
+    for origin in (OTHER, "null", f"{PAGE}.evil.example", "http://localhost:30000", None):
+        done = ask("POST", origin, PAGE)
+        assert done.status_code == 200
+        assert ALLOW not in done.headers
+        assert done.headers["vary"] == "Origin", "caches keep them apart"
+    closed = ask("OPTIONS", PAGE, **PREFLIGHT)
+    assert closed.status_code == 405, "without --cors-origin nothing changes"
+    assert not {ALLOW, "vary"} & set(closed.headers)
+    rebound = ask("OPTIONS", PAGE, PAGE, **PREFLIGHT, host="evil.example")
+    assert rebound.status_code == 403
+    assert "not called" in rebound.json()["error"]["message"]
+
+
+def test_all_origins_go_without_credentials() -> None:
+    for method, more in (("OPTIONS", PREFLIGHT), ("POST", {})):
+        done = ask(method, OTHER, "*", **more)
+        assert done.headers[ALLOW] == "*"
+        assert "access-control-allow-credentials" not in done.headers
+
+
+@pytest.mark.parametrize(
+    ("origins", "message"),
+    [
+        (["localhost:3000"], "localhost:3000' is no origin"), (["null"], "'null' is no origin"),
+        ([f"{PAGE}/"], "is no origin"), (["http://*.example"], "is no origin"),
+        (["http://user@a.example"], "is no origin"), ([""], "is no origin"),
+        (["https://a.example:443"], "browsers leave :443 out"),
+        (["*"], "without a key"), (["*", PAGE], f"* beside {PAGE}"),
+    ],
+)  # fmt: skip
+def test_origins_that_are_refused(origins: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_origins(origins, has_key=False, is_anonymous=False)
+    assert message in caught.value.message
+
+
+def test_origins_that_are_taken() -> None:
+    origins = [PAGE, "https://A.example", "tauri://localhost", "http://[::1]:80800"[:-1]]
+    assert read_origins(origins, has_key=False, is_anonymous=False) == origins
+    assert ask("POST", "https://a.example", *origins).headers[ALLOW] == "https://a.example"
+    for has_key, is_anonymous in ((True, False), (False, True)):
+        assert read_origins(["*"], has_key=has_key, is_anonymous=is_anonymous) == ["*"]
+
+
+def test_a_wrong_origin_is_told_before_the_engine_is_loaded(tmp_path: Path) -> None:
+    done = run_cli_here("serve", "--engine-dir", tmp_path, "--cors-origin", "*")
+    assert done.returncode == 2
+    assert "--cors-origin * without a key" in done.stderr
