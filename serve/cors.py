@@ -76,19 +76,8 @@ def read_origins(origins: Sequence[str], *, has_key: bool, is_anonymous: bool) -
     is_anonymous: whether --allow-anonymous lets everybody use the server.
     """
     for origin in origins:
-        match = ORIGIN.fullmatch(origin.lower())
-        if origin != ANY and match is None:
-            raise UsageError(
-                f"--cors-origin {shorten(origin)} is no origin",
-                "give scheme, host and port as a browser sends them, such as"
-                " http://localhost:3000, without a path",
-            )
-        port = match[2] if match is not None else None
-        if port is not None and port == DEFAULT_PORTS.get(origin.lower().partition(":")[0]):
-            raise UsageError(
-                f"--cors-origin {origin} is never sent: browsers leave {port} out",
-                f"give {origin[: -len(port)]}",
-            )
+        if origin != ANY:
+            _check_origin(origin)
     if ANY not in origins:
         return list(origins)
     if len(origins) > 1:
@@ -103,3 +92,20 @@ def read_origins(origins: Sequence[str], *, has_key: bool, is_anonymous: bool) -
             "name the origins, give --api-key-file, or --allow-anonymous if all may use it",
         )
     return [ANY]
+
+
+def _check_origin(origin: str) -> None:
+    """Raise UsageError for what no browser sends as an origin."""
+    match = ORIGIN.fullmatch(origin.lower())
+    if match is None:
+        raise UsageError(
+            f"--cors-origin {shorten(origin)} is no origin",
+            "give scheme, host and port as a browser sends them, such as http://localhost:3000,"
+            " without a path",
+        )
+    port = match[2]
+    if port is not None and port == DEFAULT_PORTS.get(origin.lower().partition(":")[0]):
+        raise UsageError(
+            f"--cors-origin {origin} is never sent: browsers leave {port} out",
+            f"give {origin[: -len(port)]}",
+        )

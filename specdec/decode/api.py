@@ -138,8 +138,8 @@ class Engine:
                 "tokenizer_dir": folders.tokenizer if tokenizer is None else name,
             })  # fmt: skip
             engine = cls.open(
-                settings, None if name is not None else tokenizer, **limits,
-                prompt_chunk=prompt_chunk, measures_late=True,
+                settings, None if name is not None else tokenizer, max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len, prompt_chunk=prompt_chunk, measures_late=True,
             )  # fmt: skip
             engine._kept = stack.pop_all()
         return engine

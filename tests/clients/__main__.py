@@ -30,12 +30,16 @@ LIMIT = 600.0  # seconds that one client may take
 
 
 class Client(NamedTuple):
-    """A client: its distribution, its script, and what else pip installs. torch: if it needs it."""
+    """A client: its distribution, its script, and what else pip installs. torch: if it needs it.
+
+    is_agent: a program of npm that works on files, whose model is held to a text (scripted.py).
+    """
 
     name: str
     script: str
     more: tuple[str, ...] = ()
     needs_torch: bool = False
+    is_agent: bool = False
 
 
 CLIENTS = (
@@ -52,6 +56,8 @@ CLIENTS = (
     Client("lm-eval", "lm_eval_client", ("lm-eval[api,hf]",), needs_torch=True),
     Client("guidellm", "guidellm_client", needs_torch=True),
     Client("aiperf", "aiperf_client", needs_torch=True),
+    Client("@openai/codex", "codex_client", is_agent=True),
+    Client("opencode-ai", "opencode_client", is_agent=True),
 )
 
 
@@ -69,9 +75,13 @@ def main() -> int:
         install(client, folder, given.torch_index)
     make_engines(folder)
     rows, failures = [], []
-    with serve(folder) as url:
+    with contextlib.ExitStack() as stack:
+        urls = {
+            is_agent: stack.enter_context(serve(folder, is_agent))
+            for is_agent in {client.is_agent for client in clients}
+        }
         for client in clients:
-            version, told = run(client, folder, url)
+            version, told = run(client, folder, urls[client.is_agent])
             works = [name for name, result in told.items() if result == "yes"]
             failures += [f"{client.name}: {k}: {v}" for k, v in told.items() if v != "yes"]
             rows.append(f"| {client.name} | {version} | {', '.join(works)} |")
@@ -90,6 +100,11 @@ def install(client: Client, folder: Path, torch_index: str) -> None:
     if (home / ".ready").is_file():
         return
     print(f"installing {client.name}", file=sys.stderr, flush=True)
+    if client.is_agent:
+        npm = ("npm", "install", "--silent", "--no-audit", "--prefix", home, client.name)
+        subprocess.run(npm, check=True)
+        (home / ".ready").touch()
+        return
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     python, wanted = home / "bin" / "python", list(client.more or (client.name,))
     if client.needs_torch:
@@ -109,32 +124,45 @@ def call_specdec(*arguments: object) -> None:
 
 
 def make_engines(folder: Path) -> None:
-    """Convert and build the target and its draft model, as a user would."""
-    if (folder / "engines").is_dir():
+    """Convert and build the target and its draft model, and a tiny model, as a user would."""
+    if (folder / "engines" / "agent").is_dir():
         return
+    shutil.rmtree(folder / "engines", ignore_errors=True)
     parts = folder / "engines.part"
     shutil.rmtree(parts, ignore_errors=True)
+    tiny = parts / "tiny"
+    script = HERE / "agent_model.py"
+    subprocess.run([sys.executable, script, tiny, PYCODE / "target"], check=True)
+    room = ("--max-seq-len", 65536, "--max-batch-size", 2)
     flags = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 8)
-    for name, more in (("target", flags), ("draft", ())):
+    models = (("target", PYCODE / "target", flags), ("draft", PYCODE / "draft", ()))
+    for name, model, more in (*models, ("agent", tiny, room)):
         checkpoint = parts / f"{name}-checkpoint"
-        source = ("--model-dir", PYCODE / name, "--dtype", "float32")
+        source = ("--model-dir", model, "--dtype", "float32")
         call_specdec("convert", *source, "--output-dir", checkpoint)
-        own = ("--checkpoint-dir", checkpoint, "--tokenizer-dir", PYCODE / name)
+        own = ("--checkpoint-dir", checkpoint, "--tokenizer-dir", model)
         call_specdec("build", *own, "--output-dir", parts / name, *more)
     parts.rename(folder / "engines")
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """A server, and its address."""
+def serve(folder: Path, is_agent: bool) -> Iterator[str]:
+    """A server of pycode or, for agents, of the tiny model; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     engines, url = folder / "engines", f"http://127.0.0.1:{port}"
     flags = ("--chat-template", HERE / "template.jinja", "--served-model-name", MODEL)
+    model: Sequence[object] = (
+        "--engine-dir",
+        engines / "target",
+        "--draft-engine-dir",
+        engines / "draft",
+    )
+    if is_agent:
+        model = ("--engine-dir", engines / "agent")
     command: Sequence[object] = (
-        sys.executable, "-m", "specdec", "serve", "--engine-dir", engines / "target",
-        "--draft-engine-dir", engines / "draft", "--port", port, *flags,
+        sys.executable, "-m", "specdec", "serve", *model, "--port", port, *flags,
     )  # fmt: skip
     with subprocess.Popen([str(part) for part in command], cwd=ROOT) as process:
         try:
@@ -149,15 +177,26 @@ def serve(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
+def find_version(client: Client, home: Path) -> tuple[Path, str]:
+    """The Python that runs a client's script, and the client's version."""
+    if client.is_agent:
+        package = json.loads((home / "node_modules" / client.name / "package.json").read_text())
+        return Path(sys.executable), str(package["version"])
+    python = home / "bin" / "python"
+    ask = f"from importlib.metadata import version; print(version({client.name!r}))"
+    told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    return python, told.stdout.strip()
+
+
 def run(client: Client, folder: Path, url: str) -> tuple[str, dict[str, str]]:
     """Run a client's script; return its version, and by check "yes" or what was said."""
-    python = folder / client.name / "bin" / "python"
-    ask = f"from importlib.metadata import version; print(version({client.name!r}))"
-    version = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    home = folder / client.name
+    python, version = find_version(client, home)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OPENAI_API_KEY")}
     environment |= {
         "CLIENT_URL": url, "CLIENT_MODEL": MODEL, "CLIENT_TARGET": str(PYCODE / "target"),
-        "CLIENT_TOKENIZER": str(PYCODE / "target"), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
+        "CLIENT_TOKENIZER": str(PYCODE / "target"), "CLIENT_HOME": str(home),
+        "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
     }  # fmt: skip
     script = HERE / f"{client.script}.py"
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,9 +206,9 @@ def run(client: Client, folder: Path, url: str) -> tuple[str, dict[str, str]]:
         )  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"plain"')]
         if lines:
-            return version.stdout.strip(), json.loads(lines[-1])
-        return version.stdout.strip(), {"script": f"status {done.returncode}: {done.stderr[-500:]}"}
-    return version.stdout.strip(), {"script": f"took more than {LIMIT:g} seconds"}
+            return version, json.loads(lines[-1])
+        return version, {"script": f"status {done.returncode}: {done.stderr[-500:]}"}
+    return version, {"script": f"took more than {LIMIT:g} seconds"}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from starlette.routing import Route
 from specdec.errors import UsageError
 from specdec.serve.access import AccessControl
 from specdec.serve.cors import Cors, read_origins
-from tests.engines import run_cli_here
+from specdec.serve.server import serve
+from specdec.serve.settings import ServeSettings
 
 PAGE, OTHER = "http://localhost:3000", "https://evil.example"
 ALLOW = "access-control-allow-origin"
@@ -117,6 +118,5 @@ def test_origins_that_are_taken() -> None:
 
 
 def test_a_wrong_origin_is_told_before_the_engine_is_loaded(tmp_path: Path) -> None:
-    done = run_cli_here("serve", "--engine-dir", tmp_path, "--cors-origin", "*")
-    assert done.returncode == 2
-    assert "--cors-origin * without a key" in done.stderr
+    with pytest.raises(UsageError, match="without a key"):
+        serve(ServeSettings(engine_dir=tmp_path, cors_origin=["*"]))
