@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from specdec import Engine, Event, Prompt
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Job, JobScheduler
 from specdec.serve.server import load
 from specdec.serve.settings import ServeSettings
+from tests.conftest import ROOT
 from tests.serve.servers import wait_until
 
 HITS, QUERIES = "prefix_cache_hits_total", "prefix_cache_queries_total"
@@ -74,3 +79,37 @@ def test_counters_that_are_compared_are_counted_at_one_time(folder: Path) -> Non
     assert [record.read(f"{name}_count") for name in WHOLE] == [6, 6, 6]
     generated = record.read("request_generation_tokens_sum")
     assert generated == record.read("generation_tokens_total") > 270
+
+
+def test_the_dashboard_names_metrics_and_labels_that_exist() -> None:
+    engine: Any = SimpleNamespace(
+        num_sought_tokens=0, num_reused_tokens=0, max_batch_size=1, max_seq_len=9, sessions=None
+    )
+    metrics = Metrics("specdec", "toy", engine)
+    metrics._per_position.labels("toy", "0")
+    metrics.render([], 0)
+    labels: dict[str, set[str]] = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    dashboard = json.loads((ROOT / "configs" / "grafana-serve.json").read_text())
+    panels = dashboard["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    expressions += [variable["query"] for variable in dashboard["templating"]["list"]]
+    named = {name for text in expressions for name in re.findall(r"specdec:\w+", text)}
+    assert len(named) > 15
+    assert named <= labels.keys()
+    for text in expressions:
+        for name, matchers in re.findall(r"(specdec:\w+)\{(.*?)\}", text):
+            assert set(re.findall(r"(\w+)=", matchers)) <= labels[name], text
+        for group in re.findall(r"by \((\w+)\)", text):
+            names = re.findall(r"specdec:\w+", text)
+            assert any(group in labels[name] for name in names), text
+        assert text.count("(") == text.count(")")
+    places = [panel["gridPos"] for panel in panels]
+    for one, other in itertools.combinations(places, 2):
+        assert one["x"] + one["w"] <= 24
+        assert (
+            one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+            or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        )  # fmt: skip
