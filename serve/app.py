@@ -336,7 +336,8 @@ class Endpoints:
         return {
             "id": self._model, "object": "model", "created": 0, "owned_by": "specdec",
             "type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z",
-            "max_model_len": self._engine.max_seq_len, "specdec": self._engine.describe(),
+            "max_model_len": self._engine.max_seq_len,
+            "specdec": self._engine.describe() | {"is_chat": self._formats.use.marks_turns},
         }  # fmt: skip
 
     async def _show_health(self, http: Request) -> Response:

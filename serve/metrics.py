@@ -195,7 +195,12 @@ class Metrics:
 
 def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return an answer's `metrics`, in vLLM's names; of several choices, sums and longest times."""
-    return _describe_times(jobs) | {"speculative_decoding": _describe_speculation(jobs)}
+    stats = [job.stats for job in jobs if job.stats is not None]
+    counts = {
+        "num_prompt_tokens": sum(len(job.request.input_ids) for job in jobs),
+        "num_cached_prompt_tokens": sum(request_stats.num_cached_tokens for request_stats in stats),
+    }
+    return _describe_times(jobs) | counts | {"speculative_decoding": _describe_speculation(jobs)}
 
 
 def _describe_times(jobs: Sequence[Job]) -> dict[str, float | None]:

@@ -106,7 +106,8 @@ class RequestStats:
 
     The prompt's own forward pass yields the first token outside of any verify step.
     accepted_histogram[n]: verify steps in which n draft tokens were accepted. num_drafted_steps:
-    those in which anything was drafted.
+    those in which anything was drafted. num_cached_tokens: tokens of the prompt that were taken
+    from the cache.
     unknown_keys: keys of the JSON form that the backend does not count; they are null there.
     """
 
@@ -118,6 +119,7 @@ class RequestStats:
     num_draft_depth: int = 0
     num_accepted: int = 0
     unknown_keys: frozenset[str] = frozenset()
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
 
     def count_step(self, *, num_draft_tokens: int, depth: int, num_accepted: int) -> None:
         """Record a verify step; `depth` is the longest path proposed."""

@@ -232,6 +232,7 @@ class Scheduler:
         if self.sessions is not None:
             num_shared = self.sessions.begin(request, num_shared)
         self._timing.num_reused_tokens += num_shared
+        request.stats.num_cached_tokens = num_shared
         self.reader.add(request.row, prompt)
         output = request.output_ids if request.request.drafts else []
         self._row_texts[request.row] = prompt, output

@@ -133,7 +133,8 @@ class TemplateUse:
     tools_variable: the variable in which it reads tools; empty where it reads none. is_field:
     whether that is a field of the system message instead, which holds JSON as text.
     shows_calls, shows_results: whether it reads an assistant's calls, and messages of the role
-    `tool`. has_system: whether it shows a system message. example: the text that it wrote for a
+    `tool`. has_system: whether it shows a system message. marks_turns: whether it writes anything
+    around a user's message, as a chat model needs it. example: the text that it wrote for a
     call, where its format was not recognized.
     """
 
@@ -142,6 +143,7 @@ class TemplateUse:
     shows_calls: bool = True
     shows_results: bool = True
     has_system: bool = True
+    marks_turns: bool = False
     example: str = ""
 
 

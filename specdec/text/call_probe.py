@@ -153,8 +153,13 @@ class TemplateProbe:
         if not shows_calls:
             called = {"role": "assistant", "content": CONTENT}
         shows_results = RESULT in self._render([*turns[:-1], called, result])
+        marks_turns = self._render([{"role": "user", "content": RESULT}]).strip() not in (
+            "",
+            RESULT,
+        )
         if not variable:
-            return TemplateUse(has_system=has_system), TOOL_FORMATS["json"]
+            use = TemplateUse(has_system=has_system, marks_turns=marks_turns)
+            return use, TOOL_FORMATS["json"]
         form = describe_calls(call_text) if call_text is not None else None
         if form is not None and form.tags is not None and "CDATA" in self._template:
             tags = dataclasses.replace(form.tags, has_cdata=True)

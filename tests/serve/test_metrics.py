@@ -16,7 +16,7 @@ from specdec.serve.scheduler import Job, JobScheduler
 from specdec.serve.server import load
 from specdec.serve.settings import ServeSettings
 from tests.conftest import ROOT
-from tests.serve.servers import wait_until
+from tests.serve.servers import post, serve_here, wait_until
 
 HITS, QUERIES = "prefix_cache_hits_total", "prefix_cache_queries_total"
 FIRSTS, GAPS = "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"
@@ -113,3 +113,14 @@ def test_the_dashboard_names_metrics_and_labels_that_exist() -> None:
             one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
             or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
         )  # fmt: skip
+
+
+def test_an_answer_tells_of_prompt_tokens_from_the_cache(folder: Path) -> None:
+    with serve_here(folder) as (_, url):
+        first, again = (
+            post(url, "/v1/completions", prompt=[*range(3, 83)], max_tokens=2)["metrics"]
+            for _ in range(2)
+        )
+    assert first["num_prompt_tokens"] == again["num_prompt_tokens"] == 80
+    assert first["num_cached_prompt_tokens"] == 0
+    assert 60 < again["num_cached_prompt_tokens"] < 80

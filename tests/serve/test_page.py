@@ -48,6 +48,9 @@ def page(browser: Browser, served: tuple[EngineServer, str]) -> Browser:
     browser.list_requests()
     browser.open(served[1])
     browser.wait("document.getElementById('model').textContent")
+    assert browser.run("return document.getElementById('kind').value") == "chat", "as its template"
+    set_fields(browser, kind="text")
+    browser.run("showIdeas()")
     return browser
 
 
@@ -112,6 +115,12 @@ def test_every_token_is_marked_and_both_sides_agree(
     )
     verdict = page.run("return document.getElementById('verdict').textContent")
     assert re.match(r"(\d+ % (faster|slower)|[\d.]+ times as fast|As fast) with drafts", verdict)
+    first_tokens = page.run(
+        "return [...document.querySelectorAll('.stats')].map(s => s.textContent)"
+    )
+    assert re.search(
+        r"[1-9]\d* of the prompt's [1-9]\d* tokens came from the cache", first_tokens[1]
+    )
     assert verdict.endswith("; both texts are the same.")
     stats = page.run("return [...document.querySelectorAll('.stats')].map(s => s.textContent)")
     assert "of the drafts accepted" in stats[0]
@@ -126,7 +135,8 @@ def test_a_chosen_step_shows_its_tree_and_charts(page: Browser) -> None:
     generate(page)
     steps = page.run("return sides[0].steps.map(step => step.tree)")
     count = len(steps) - 1
-    assert page.run("return document.getElementById('step').value") == str(count)
+    drafted_steps = [n for n, tree in enumerate(steps) if n and len(tree["tokens"]) > 1]
+    assert page.run("return document.getElementById('step').value") == str(drafted_steps[-1])
     tokens = read_tokens(page)[0]
     at = 1
     for number, tree in enumerate(steps[1:], 1):
@@ -273,3 +283,44 @@ def test_an_error_is_a_message(page: Browser) -> None:
     generate(page)
     drafted, plain = read_tokens(page)
     assert [token[0] for token in drafted] == [token[0] for token in plain]
+
+
+def test_a_verdict_speaks_of_drafts_where_one_was_accepted(page: Browser) -> None:
+    generate(page)
+    for drafted, accepted, expected in (
+        (0, 0, "Nothing was drafted: both runs decode plainly; both texts are the same."),
+        (9, 0, "None of 9 drafted tokens was accepted: the drafts gained nothing; both texts are"),
+    ):
+        page.run(
+            "const m = sides[0].metrics; m.generation_time_ms = 10;"
+            "Object.assign(m.speculative_decoding, {num_draft_tokens: arguments[0],"
+            " num_accepted_draft_tokens: arguments[1]}); showVerdict()", drafted, accepted,
+        )  # fmt: skip
+        verdict = page.run("return document.getElementById('verdict').textContent")
+        assert verdict.startswith(expected)
+        assert page.run("return document.getElementById('verdict').className") == ""
+
+
+def test_one_slow_step_leaves_the_chart_readable(page: Browser) -> None:
+    """A line of a steady speed stays in the middle of the chart, whatever one step took."""
+    generate(page)
+    heights = page.run(
+        "const steady = [...Array(60)].map((_, at) => [at / 10, at + 1]);"
+        "const slow = steady.map(([when, count]) => [when + (count > 30 ? 60 : 0), count]);"
+        "return [steady, slow].map(times => {"
+        "  sides = [{...sides[0], times}]; showSpeed();"
+        "  const line = document.querySelector('#speed polyline').getAttribute('points');"
+        "  const ys = line.split(' ').map(p => Number(p.split(',')[1])).sort((a, b) => a - b);"
+        "  return ys[ys.length >> 1]; })"
+    )
+    assert all(15 <= height <= 110 for height in heights), heights
+
+
+def test_prompts_suit_a_chat_model(page: Browser) -> None:
+    set_fields(page, kind="chat")
+    page.run("document.getElementById('kind').dispatchEvent(new Event('change'))")
+    prompt = page.run("return document.getElementById('prompt').value")
+    assert prompt.startswith("Write a Python class")
+    set_fields(page, prompt="My own", kind="text")
+    page.run("document.getElementById('kind').dispatchEvent(new Event('change'))")
+    assert page.run("return document.getElementById('prompt').value") == "My own"
