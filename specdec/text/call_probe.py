@@ -174,6 +174,7 @@ class TemplateProbe:
             shows_calls,
             shows_results,
             has_system,
+            marks_turns,
             "" if form is not None else example or tools_text,
         )
         return use, self._add_token(form)
