@@ -104,7 +104,11 @@ def choose_formats(tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
     if harmony.is_harmony(template) and AUTO in (tools, reasoning):
         marks = harmony.find_marks(tokenizer)
         return ChatFormats(
-            harmony.TOOLS, harmony.REASONING, TemplateUse("tools"), marks, is_harmony=True
+            harmony.TOOLS,
+            harmony.REASONING,
+            TemplateUse("tools", marks_turns=True),
+            marks,
+            is_harmony=True,
         )
     if template:
         use, template_format = TemplateProbe(tokenizer).recognize()

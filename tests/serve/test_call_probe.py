@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from specdec.decode.chats import read_answer
 from specdec.serve.tools import Calling, make_parser
 from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import TOOL_FORMATS, ChatFormats
@@ -262,3 +263,18 @@ def test_templates_of_a_folder() -> None:
         found = [(f["name"], json.loads(f["arguments"])) for f in functions]
         assert found[:1] == calls, path.name
     print("unknown:", ", ".join(unknown))
+
+
+def test_a_chats_message_of_a_model_with_channels() -> None:
+    """Of gpt-oss, whose answers are messages on channels, as of any other."""
+    formats = choose_formats("auto", "auto", make("gpt_oss"))
+    assert formats.use.marks_turns
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.add"
+        '<|channel|>commentary json<|message|>{"a": 1}'
+    )
+    output: Any = SimpleNamespace(prompt="<|start|>assistant", text=text, finish_reason="eos")
+    message = read_answer(output, [{"name": "add", "parameters": {}}], formats)
+    assert (message["reasoning_content"], message["content"]) == ("hm", "")
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
