@@ -3,11 +3,13 @@
 
     python benchmarks/field.py --spec-bench FOLDER --human-eval FILE [--model-dir MODEL]
                                [--drafters FOLDER] [--prompts-per-category 2] [--llama-server FILE]
+                               [--default]
 
 All methods decode each request in turn, so that what drifts favours none: greedily, then at
-temperature 1. Without --model-dir the target is the chat model that examples/smollm2/get.py
-fetches. Every folder of --drafters with a config.json drafts for it, whatever its method, and every
-GGUF file there is a draft model; prompt lookup, suffix decoding and lookahead need none. Where the
+temperature 1; with --default, the engine as a command without options has it, beside plain
+decoding. Without --model-dir the target is the chat model that examples/smollm2/get.py fetches.
+Every folder of --drafters with a config.json drafts for it, whatever its method, and every GGUF
+file there is a draft model; prompt lookup, suffix decoding and lookahead need none. Where the
 target is a GGUF file, llama.cpp decodes the same requests from the same file (greedily, by the
 llama-server that benchmarks/peers.py compiles). Prints tables of tokens per verify step and of
 speed over plain decoding, and writes them as JSON; fails where a greedy text differs from plain
@@ -66,6 +68,14 @@ Rows = Sequence[Mapping[str, Any]]
 @contextlib.contextmanager
 def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Bench]:
     """Convert and build, or take what `specdec generate` keeps; yield the engine."""
+    if args.default:
+        with hold_engines(GenerateSettings(
+            texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
+            max_batch_size=1, device="cpu", drafter_model_dir=str(drafter) if drafter else None,
+        )) as run:  # fmt: skip
+            yield (bench := open_bench(RunSettings(**run)))
+            bench.engine.close()
+        return
     drafts: dict[str, Any] = {
         "prompt_lookup_num_tokens": max(args.num_tokens, LOOKAHEAD.max_draft_tokens)
     }
@@ -90,6 +100,9 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
 
 def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[str, Way]:
     """Plain decoding and the methods of an engine. name: of its drafter, None where it has none."""
+    if args.default:
+        engine = bench.engine
+        return make_ways(bench, {PLAIN: bench.plain, f"default, {engine.method}": engine.drafter})
     drafters: dict[str, Drafter] = {
         f"prompt lookup, {args.num_tokens}": PromptLookupDrafter(
             LookupOptions(num_tokens=args.num_tokens, max_ngram_size=NGRAM_SIZE)
@@ -101,6 +114,11 @@ def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[
         drafters = {name: bench.engine.drafter}
     if args.draft_budget == "auto":
         drafters = {name: pace(bench, drafter) for name, drafter in drafters.items()}
+    return make_ways(bench, {PLAIN: bench.plain} | drafters)
+
+
+def make_ways(bench: Bench, drafters: Mapping[str, Drafter]) -> dict[str, Way]:
+    """Return what decodes a request by each of some drafters."""
 
     def make(drafter: Drafter) -> Way:
         def run(request: Request) -> tuple[list[int], Figures]:
@@ -109,7 +127,7 @@ def list_ways(bench: Bench, name: str | None, args: argparse.Namespace) -> dict[
 
         return run
 
-    return {key: make(drafter) for key, drafter in ({PLAIN: bench.plain} | drafters).items()}
+    return {name: make(drafter) for name, drafter in drafters.items()}
 
 
 def list_llama_ways(servers: Servers, num_tokens: int) -> dict[str, Way]:
@@ -256,6 +274,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter-weights", default="same", choices=("same", "int8", "int4"))
     parser.add_argument("--eagle-choices", help="the tree of the folders' drafters, all EAGLE's")
     parser.add_argument("--draft-budget", default="fixed", choices=("fixed", "auto"))
+    parser.add_argument(
+        "--default",
+        action="store_true",
+        help="measure what drafts without a flag, and nothing else",
+    )
     parser.add_argument("--temperatures", nargs="+", default=["0", "1"], metavar="T")
     parser.add_argument("--num-tokens", type=int, default=8, help="drafted in a step, at most")
     parser.add_argument("--prompts-per-category", type=int, default=2)
