@@ -25,6 +25,17 @@ HINTS = {
     "usage": "clients are billed by these counts",
     "acceptance": "check that the drafter was trained for this model, its aux layers and d2t"
     " (specdec-export writes both as each runtime wants them), and that speculation is on",
+    "probes": "an equal prompt has another answer later: look at what the cache keeps of earlier"
+    " requests, and at drafted tokens that were rejected",
+    "turns": "an answer depends on the requests before it, or on drafts: the JSON report has the"
+    " shortest sequence of requests; try it without the prefix cache, then without drafts",
+    "forks": "two texts share a beginning in the cache, and one has changed it",
+    "grammar": "structured output must hold where drafts end it: check that a grammar follows the"
+    " accepted tokens alone, each once",
+    "tools": "a required call must keep to its schema: check the grammar with drafts, and the"
+    " parser",
+    "sampled": "drawn tokens must have the model's distribution: check the rule that accepts drafts"
+    " at temperature 1",
     "drafter": "the same drafter accepts more in the reference: check its aux layers, norms and"
     " d2t at the server, and that the reference was made of the same two folders",
 }

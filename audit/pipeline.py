@@ -13,6 +13,7 @@ from specdec.text.samples import TEXTS
 
 from . import checks
 from .acceptance import check_acceptance
+from .agent import audit_agent
 from .answers import AnyPrompt, BadAnswer
 from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 from .drafter import check_drafter
@@ -42,7 +43,8 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
         server.open()
         with open_reference(settings) as reference:
             counters = Counters(server, settings.metrics_url, key, settings.timeout)
-            results = run_checks(Audit(settings, server, counters, prompts, reference))
+            audit = Audit(settings, server, counters, prompts, reference)
+            results = audit_agent(audit) if settings.agent else run_checks(audit)
     except (Refused, BadAnswer) as error:
         raise SpecDecError(
             f"{server.base} does not answer a plain request as such servers do: {error}",

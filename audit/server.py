@@ -148,10 +148,15 @@ class ServerClient:
 
     def complete(self, prompt: AnyPrompt, *, max_tokens: int, **body: Any) -> Completion:
         """Ask for one whole answer, greedily unless `body` says otherwise."""
-        response = self._post(prompt, {"max_tokens": max_tokens, "temperature": 0.0, **body})
-        answer = read_answer(_parse(response.data), prompt, max_tokens)
-        self.answers.append(answer)
+        answer, _ = self.ask(prompt, {"max_tokens": max_tokens, "temperature": 0.0, **body})
         return answer
+
+    def ask(self, prompt: AnyPrompt, body: Mapping[str, Any]) -> tuple[Completion, dict[str, Any]]:
+        """Ask for one whole answer; return it with the document that it was read from."""
+        document = _parse(self._post(prompt, body).data)
+        answer = read_answer(document, prompt, body["max_tokens"])
+        self.answers.append(answer)
+        return answer, document
 
     def stream(
         self, prompt: AnyPrompt, *, max_tokens: int, has_usage: bool = False, **body: Any

@@ -20,6 +20,7 @@ CHECKS = (
     "greedy", "repeat", "own_choice", "narrow_sampling", "seeds", "stops", "limits", "stream",
     "usage", "acceptance", "drafter",
 )  # fmt: skip
+DEFAULT_CONTEXT = 4096  # tokens of an agent's longest prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,15 @@ class AuditSettings:
     checks: list[str] = WHAT_CHECKED(
         [], metavar="NAME...", help=f"Only these checks, of {', '.join(CHECKS)}."
     )
+    agent: bool = WHAT_CHECKED(
+        False,
+        help="Ask as an agent does instead: turns over a growing prefix, tools, grammars,"
+        " temperature 1; and check that no answer depends on the requests before it.",
+    )  # fmt: skip
+    agent_context: int | None = WHAT_CHECKED(
+        minimum=64, metavar="N",
+        help=f"Tokens that --agent's prompts grow to.  [default: {DEFAULT_CONTEXT}]",
+    )  # fmt: skip
     timeout: float = SERVER(
         120.0, minimum=0.1, maximum=10**6, metavar="S", help="Seconds that an answer may take."
     )
@@ -95,6 +105,7 @@ def check_settings(settings: AuditSettings) -> None:
             if getattr(settings, name) and getattr(settings, reference_name) is None:
                 flags = f"--{name} without --{reference_name}".replace("_", "-")
                 raise UsageError(flags, "leave it out")
+    _check_agent(settings)
     for flag in ("base_url", "reference_url", "metrics_url"):
         if (url := getattr(settings, flag)) is not None:
             source = f"--api-key-file or {SERVER_KEY_VARIABLE}"
@@ -105,3 +116,13 @@ def check_settings(settings: AuditSettings) -> None:
                 f"--checks: there is no check {name!r}{suggest(name, CHECKS)}",
                 f"the checks are {', '.join(CHECKS)}",
             )
+
+
+def _check_agent(settings: AuditSettings) -> None:
+    """Raise UsageError for options that an agent's session has no use for, or that need one."""
+    if not settings.agent and settings.agent_context is not None:
+        raise UsageError("--agent-context without --agent", "give both, or leave it out")
+    for name in ("checks", "prompts", "same_drafter", "reference_engine", "min_acceptance_length"):
+        if settings.agent and getattr(settings, name):
+            remedy = "leave one out" if name != "reference_engine" else "give a --reference-url"
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --agent", remedy)

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import httpx
 
+from specdec.decode.sessions import BLOCK_TOKENS
 from specdec.engine.layout import read_engine_config
 from specdec.files.reading import write_json
 
@@ -157,34 +158,50 @@ def measure_restart(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Conversation:
+    """Three turns, and what a server without sessions answers to the last."""
+
+    def __init__(self, plain: Server, engine_dir: Path, number: int) -> None:
+        first = make_prompt(engine_dir, 100 + number, 200)
+        question = make_prompt(engine_dir, 7, 150)
+        second = [*first, *plain.ask(first)["tokens"], *question]
+        third = [*second, *plain.ask(second)["tokens"], *question]
+        self.prompts, started = (first, second, third), time.monotonic()
+        self.answer = plain.ask(third)
+        self.seconds = time.monotonic() - started
+
+    def is_right(self, answer: dict[str, Any]) -> bool:
+        """Return whether an answer to the third turn has the right text and log-probabilities."""
+        return all(answer[key] == self.answer[key] for key in ("tokens", "logprobs"))
+
+
 def measure_kills(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    wrong_texts, lost_turns, points = 0, 0, []
-    for point in range(args.points):
-        prompt = make_prompt(args.engine_dir, 100 + point, 200)
-        with start(args, None) as server:
-            started = time.monotonic()
-            first = server.ask(prompt)
-            second_prompt = [*prompt, *first["tokens"], *make_prompt(args.engine_dir, 7, 150)]
-            second = server.ask(second_prompt)
-            third_prompt = [*second_prompt, *second["tokens"], *prompt]
-            started = time.monotonic()
-            expected = server.ask(third_prompt)
-            seconds = time.monotonic() - started
-        with start(args, folder) as server:
-            server.ask(prompt)
-            server.ask(second_prompt)
-            time.sleep(1.0)  # a turn that is over and written
-            server.ask(third_prompt, stop_after=max(0.001, seconds * (point + 0.5) / args.points))
-        with start(args, folder) as server:
-            found = ask_counting(server, third_prompt)
-        is_wrong = any(found[key] != expected[key] for key in ("tokens", "logprobs"))
-        num_restored = len(third_prompt) - found["computed_tokens"]
-        is_lost = num_restored < len(second_prompt) + len(second["tokens"]) - 66
-        wrong_texts, lost_turns = wrong_texts + is_wrong, lost_turns + is_lost
-        points.append({"restored": num_restored, "wrong": is_wrong, "lost": is_lost})
-        print(json.dumps(points[-1]), file=sys.stderr, flush=True)
-    holds = not wrong_texts and not lost_turns
-    return {"holds": holds, "wrong_texts": wrong_texts, "lost_turns": lost_turns, "points": points}
+    with start(args, None) as plain:
+        talks = [Conversation(plain, args.engine_dir, number) for number in range(args.points)]
+    points: list[dict[str, Any]] = []
+    server = Server(args.engine_dir, folder, args.options)
+    try:
+        for number, talk in enumerate(talks):
+            first, second, third = talk.prompts
+            for prompt in (first, second):
+                server.ask(prompt)
+            time.sleep(1.0)  # these turns are over, and written
+            share = (number + 0.5) / len(talks)
+            server.ask(third, stop_after=max(0.001, talk.seconds * share))
+            server = Server(args.engine_dir, folder, args.options)
+            answer = ask_counting(server, third)
+            num_restored = len(third) - answer["computed_tokens"]
+            points.append({
+                "share_of_turn": share, "prompt_tokens": len(third), "restored": num_restored,
+                "is_right": talk.is_right(answer),
+                # A hybrid goes on where its state was written: behind an answer or a prompt.
+                "has_earlier_turns": num_restored >= len(second) - BLOCK_TOKENS,
+            })  # fmt: skip
+            print(json.dumps(points[-1]), file=sys.stderr, flush=True)
+    finally:
+        server.end(kill=True)
+    holds = all(point["is_right"] and point["has_earlier_turns"] for point in points)
+    return {"holds": holds, "points": points}
 
 
 def main(words: list[str] | None = None) -> None:

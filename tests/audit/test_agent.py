@@ -1,0 +1,207 @@
+"""`specdec audit --agent`: a sound server is not accused, and mutants of ours are all found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from specdec.audit import agent, agent_client
+from specdec.audit.agent import FALSE_ALARM, NUM_SAMPLED, find_excess
+from specdec.audit.agent_client import AgentRequest, StepAnswer
+from specdec.audit.answers import Completion, Token
+from specdec.audit.pipeline import audit_server
+from specdec.audit.settings import AuditSettings
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.linear_states import LinearStates
+from specdec.errors import UsageError
+from specdec.text import grammar
+from tests.audit.faults import take_wrong_drafts
+from tests.audit.test_doubles import find_wrong, get
+from tests.conftest import make_llama, make_tokenizer
+from tests.engines import make_engine
+from tests.families import make_hybrid
+from tests.serve.servers import CALLING_TEMPLATE, MODEL, serve_here
+
+pytest.importorskip("llguidance")
+SIZES = ["--max-batch-size", 4, "--max-seq-len", 1000]
+TEMPLATE = CALLING_TEMPLATE + "{# <tool_call> #}"
+
+
+def make_served(parent: Path, target: Path) -> Path:
+    make_tokenizer(target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return make_engine(parent, target, build=[*SIZES, "--tokenizer-dir", target])
+
+
+@pytest.fixture(scope="module")
+def url(lasting_dir: Path) -> Iterator[str]:
+    """A server that drafts by its prompts, all it can."""
+    parent = lasting_dir / "agent"
+    folder = make_served(parent, make_llama(parent, seed=5, max_position_embeddings=1024))
+    with serve_here(folder, prompt_lookup_num_tokens=4, draft_budget="fixed") as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def hybrid_url(lasting_dir: Path) -> Iterator[str]:
+    parent = lasting_dir / "agent-hybrid"
+    folder = make_served(parent, make_hybrid(parent, max_position_embeddings=1024))
+    with serve_here(folder, prompt_lookup_num_tokens=4, draft_budget="fixed") as (_, address):
+        yield address
+
+
+def audit(url: str, **settings: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_tokens": 12, "agent_context": 500, "near_tie": 0.001}
+    return audit_server(
+        AuditSettings(base_url=url, model=MODEL, agent=True, **(options | settings))
+    )
+
+
+@pytest.mark.parametrize("name", ["url", "hybrid_url"])
+def test_a_sound_server_is_not_accused(name: str, request: pytest.FixtureRequest) -> None:
+    report = audit(request.getfixturevalue(name))
+    assert find_wrong(report) == {}, [check["faults"] for check in report["checks"]]
+    verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert verdicts == dict.fromkeys(agent.CHECKS, "ok")
+    summary = get(report, "turns")["summary"]
+    assert "the server without its cache and its own scores of the texts" in summary
+    longest = int(summary.split("prompts up to ")[1].split()[0])
+    assert 350 <= longest <= 700
+    assert get(report, "sampled")["evidence"]["tokens"] >= NUM_SAMPLED * 4
+
+
+@contextlib.contextmanager
+def poison_blocks() -> Iterator[None]:
+    """What is taken from the cache has another text's numbers at one position."""
+    original = KVCache.copy_prefix
+
+    def copy(self: KVCache, source: int, row: int, length: int) -> None:
+        original(self, source, row, length)
+        if length > 60:
+            self.blocks[:, :, row, :, length - 20] = self.blocks[:, :, row, :, 3]
+
+    with mock.patch.object(KVCache, "copy_prefix", copy):
+        yield
+
+
+@contextlib.contextmanager
+def keep_draft_keys() -> Iterator[None]:
+    """Now and then a rejected token's keys and values stay behind the accepted ones."""
+    original, count = KVCache.commit, 0
+
+    def commit(self: KVCache, row: int, path: list[int]) -> None:
+        nonlocal count
+        original(self, row, path)
+        count += 1
+        if len(path) == 1 and count % 11 == 0:
+            self.past_lens[row] += 1
+
+    with mock.patch.object(KVCache, "commit", commit):
+        yield
+
+
+@contextlib.contextmanager
+def keep_states() -> Iterator[None]:
+    """The updates of all drafted tokens are applied to a state, of rejected ones too."""
+    original = LinearStates.begin
+
+    def begin(self: LinearStates, *arguments: Any) -> Any:
+        runs = original(self, *arguments)
+        wrong = np.maximum(runs.folded, self.num_logged[runs.rows])
+        self.table = np.ascontiguousarray(np.stack(runs._replace(folded=wrong), axis=1), np.int64)
+        return runs
+
+    with mock.patch.object(LinearStates, "begin", begin):
+        yield
+
+
+@contextlib.contextmanager
+def advance_twice() -> Iterator[None]:
+    """A grammar reads the tokens of a step that accepted drafts once more."""
+    original = grammar.GrammarState._walk
+
+    def walk(self: Any, tree: Any) -> Any:
+        for token in self._output_ids[self._num_read :]:
+            self._matcher.consume_token(token)
+        return original(self, tree)
+
+    with mock.patch.object(grammar.GrammarState, "_walk", walk):
+        yield
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any], set[str]]] = {
+    "a poisoned block": ("url", poison_blocks, {"turns"}),
+    "a draft's keys left": ("url", keep_draft_keys, {"turns"}),
+    "a state not rolled back": ("hybrid_url", keep_states, {"turns"}),
+    "a grammar advanced twice": ("url", advance_twice, {"grammar"}),
+    "a lossy accept rule": ("url", take_wrong_drafts, {"turns", "sampled"}),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_of_our_server_are_found(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, plant, checks = MUTANTS[name]
+    monkeypatch.setattr(agent_client, "MAX_TRIALS", 12 if name == "a poisoned block" else 1)
+    monkeypatch.setattr(agent, "NUM_SAMPLED", 8 if "sampled" in checks else 2)
+    monkeypatch.setattr(agent, "NUM_TURNS", 3)
+    with plant():
+        report = audit(request.getfixturevalue(server))
+    assert report["verdict"] == "failed"
+    assert checks <= set(find_wrong(report)), report["checks"]
+    if name == "a poisoned block":
+        short = [check["evidence"] for check in report["checks"] if "requests" in check["evidence"]]
+        assert len(short) == 1
+        assert short[0]["is_short"]
+        assert 2 <= len(short[0]["requests"]) <= 4, "what fills the cache, and what takes from it"
+
+
+def make_draws(seed: int, excess: float) -> list[StepAnswer]:
+    """Answers whose likeliest token comes more often than its probability says, by `excess`."""
+    generator, answers = random.Random(seed), list[StepAnswer]()
+    for _ in range(NUM_SAMPLED):
+        tokens = []
+        for _ in range(64):
+            probability = generator.uniform(0.1, 0.9)
+            top = Token(1, "a", math.log(probability))
+            is_likeliest = generator.random() < min(1.0, probability + excess)
+            other = Token(2, "b", math.log(probability) - 1.0, (top,))
+            tokens.append(Token(1, "a", top.logprob, (top,)) if is_likeliest else other)
+        completion = Completion(prompt="x", text="", max_tokens=64, tokens=tokens)
+        answers.append(StepAnswer(AgentRequest("x", 64), 0, completion, {}))
+    return answers
+
+
+def test_draws_are_judged_by_a_bound() -> None:
+    """No fair server of 300 is accused; one that takes a seventh more drafts is, each time."""
+    for seed in range(300):
+        _, excess, most = find_excess(make_draws(seed, 0.0))
+        assert abs(excess) < most
+    for seed in range(10):
+        num_tokens, excess, most = find_excess(make_draws(seed, 0.15))
+        assert num_tokens == NUM_SAMPLED * 64
+        assert excess > most
+    assert FALSE_ALARM <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"agent": False, "agent_context": 100}, "--agent-context without --agent"),
+        ({"agent": True, "checks": ["greedy"]}, "--checks has no effect with --agent"),
+    ],
+)
+def test_options_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        audit_server(AuditSettings(base_url="http://127.0.0.1:1", model=MODEL, **settings))
