@@ -75,8 +75,7 @@ class ExpertLayer:
                 ),
                 self.counters,
                 ExpertBiases(
-                    router.bias, *(_join_biases(linears) for linears in (up, down)),
-                    scores=router.score_bias,
+                    router.bias, _join_biases(up), _join_biases(down), router.score_bias
                 ),
             )  # fmt: skip
 
