@@ -85,6 +85,12 @@ class HfFolder:
         problems.raise_all()
         self.tensors = tensors
 
+    def repeat(self, names: Mapping[str, str]) -> None:
+        """Add tensors under new names that are others of the folder, mapped to these."""
+        for new_name, name in names.items():
+            self.tensors[new_name] = self.tensors[name]
+            self._stored[new_name] = self._stored.get(name, name)
+
     def read(self, name: str) -> Array:
         """Return a tensor in its storage type (bfloat16 as uint16)."""
         name = self._stored.get(name, name)

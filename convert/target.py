@@ -246,14 +246,17 @@ def read_model(settings: ConvertSettings, opened: OpenedTarget) -> tuple[ModelCo
         model = dataclasses.replace(model, share_embedding_table=not is_split)
     model.find_problems().raise_all()
     check_experts(settings, opened, model)
-    if model.recurrence is not None and opened.form in QUANTIZED_FORMS:
-        kinds = (
-            "linear and full attention" if model.linear_attention else "convolutions and attention"
-        )
+    kinds = {
+        "a hybrid of linear and full attention": model.linear_attention,
+        "a hybrid of convolutions and attention": model.short_conv,
+        "a model whose layers have several sizes": model.layer_sizes,
+    }
+    kind = next((name for name, sizes in kinds.items() if sizes is not None), None)
+    if kind is not None and opened.form in QUANTIZED_FORMS:
         raise SpecDecError(
-            f"{opened.folder.path} is a hybrid of {kinds}, and {QUANTIZED_FORMS[opened.form]}",
+            f"{opened.folder.path} is {kind}, and {QUANTIZED_FORMS[opened.form]}",
             "leave --quantization out, or give --dequantize: specdec-build --quantization rounds"
-            " the layers of hybrids",
+            " the layers of such models",
         )
     check_num_layers(model.num_hidden_layers, opened.folder)
     return model, is_tied

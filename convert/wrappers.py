@@ -26,13 +26,15 @@ from .plan import CASTABLE, ComputedTensors
 
 logger = logs.get_logger(__name__)
 
-# Modules that only images pass through, with the first part of their names.
+# Modules that only images and sounds pass through, with the first part of their names.
 VISION = re.compile(
     r"(?:(?:model|language_model)\.)*"
-    r"(?:visual|vision_tower|vision_model|multi_modal_projector|image_newline)(?:\.[^.]+|$)"
+    r"(?:visual|vision_tower|vision_model|multi_modal_projector|image_newline|embed_vision"
+    r"|audio_tower|embed_audio)(?:\.[^.]+|$)"
 )
-# Operations on logits of a text model's training, which classes of wrappers leave out.
+# Operations on logits of a text model's training, which classes of most wrappers leave out.
 LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1.0}
+CAPPED = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 USUAL_CAPS = {("gemma2", "final_logit_softcapping"): 30.0}  # where config.json does not say
 # Keys of a wrapper's own config.json where its text_config does not say.
 INHERITED = ("dtype", "torch_dtype", "quantization_config")
@@ -44,7 +46,7 @@ FLAT = {
 # Text models that compute what a family here does, where that has another name.
 KINDS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe", "gemma4_unified_text": "gemma4_text",
 }  # fmt: skip
 # A text_config leaves out what its class in transformers takes by default; these are the values
 # that the families here do not know by themselves.
@@ -59,6 +61,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": dict(zip(_SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
     "mistral": dict(zip(_SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
     "ministral3": dict(zip(_SIZES, (131072, 4096, 14336, 34, 32), strict=True)),
+    "gemma4_text": dict(zip(_SIZES, (262144, 2304, 9216, 30, 8), strict=True)),
+    "gemma4_unified_text": dict(zip(_SIZES, (262144, 2304, 9216, 30, 8), strict=True)) | {
+        "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
+    },
     "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
@@ -192,6 +198,8 @@ def _find_text(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _warn_of_logits(folder: HfFolder, text: Mapping[str, Any], wrapper: str) -> None:
     """Warn of operations on logits that are computed here and that a wrapper's class leaves out."""
+    if wrapper in CAPPED:
+        return
     for key, plain in LOGITS.items():
         value = text.get(key, USUAL_CAPS.get((str(text.get("model_type")), key), plain))
         if value not in (None, plain):

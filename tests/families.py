@@ -20,6 +20,7 @@ CLASSES = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "ministral": ("MinistralConfig", "MinistralForCausalLM"),
     "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
@@ -39,7 +40,10 @@ CLASSES = {
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-OWN = ("gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, "lfm2", "lfm2_moe")
+OWN = (
+    "gemma4", "gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, "lfm2",
+    "lfm2_moe",
+)  # fmt: skip
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
@@ -73,7 +77,7 @@ EXPERTS["gpt_oss"] = {
 }  # fmt: skip
 _MIXTURE = EXPERTS["qwen2_moe"] | _LINEAR
 EXPERTS |= {
-    "qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE,
+    "qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE, "gemma4": {"num_experts": 4},
     "lfm2_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
@@ -127,6 +131,8 @@ def make_family_model(
             values["rope_parameters"] = SCALED_QUERIES
     elif family == "qwen3_5":
         values |= _LINEAR
+    elif family == "gemma4":
+        values |= _list_gemma4(layers, hidden // heads, vocab)
     elif family in EXPERTS:
         values |= EXPERTS[family]
     elif family == "lfm2":
@@ -142,6 +148,20 @@ def make_family_model(
     folder = parent / name
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
+
+
+def _list_gemma4(layers: int, head_size: int, vocab: int) -> dict[str, Any]:
+    """List the fields of a Gemma 4 that has all that some of its sizes have."""
+    types = ["sliding_attention" if (layers - layer) % 2 == 0 else "full_attention"
+             for layer in range(layers)]  # fmt: skip
+    return {
+        "head_dim": head_size, "global_head_dim": 2 * head_size, "layer_types": types,
+        "sliding_window": 16, "num_kv_shared_layers": max(0, layers - 2),
+        "use_double_wide_mlp": True, "attention_k_eq_v": True, "enable_moe_block": True,
+        "num_global_key_value_heads": 1, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 24, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": vocab,
+    }  # fmt: skip
 
 
 def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
@@ -164,7 +184,7 @@ def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
             elif key.endswith("A_log"):
                 weight.copy_(noise)
             else:  # those of Gemma, and of hybrids but their gated ones, have one less
-                is_less = family.startswith("gemma") or (
+                is_less = family in ("gemma", "gemma2", "gemma3") or (
                     family in HYBRIDS and ".linear_attn." not in key
                 )
                 weight.copy_((0 if is_less else 1) + 0.1 * noise)

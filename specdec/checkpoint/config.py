@@ -16,6 +16,8 @@ from specdec.model.architectures import ARCHITECTURES, Architecture, find_arithm
 from specdec.model.blocks import GGUF
 from specdec.model.config import ModelConfig, list_layer_types
 from specdec.model.experts import parse_experts
+from specdec.model.layer_sizes import KEY as SIZES_KEY
+from specdec.model.layer_sizes import LayerSizes
 from specdec.model.linear_attention import KEY, LinearAttention
 from specdec.model.quantization import Quantization, parse_quantization
 from specdec.model.short_conv import KEY as CONV_KEY
@@ -27,9 +29,12 @@ KINDS: Mapping[str, type] = {
     "tuple[str, ...]": list,
 }  # fmt: skip
 # Fields that are not read from a key of their name.
-RECURRENCES: Mapping[str, type] = {KEY: LinearAttention, CONV_KEY: ShortConvSizes}
+# Objects of fields of their own, by the key that each is read from.
+OBJECTS: Mapping[str, type] = {
+    KEY: LinearAttention, CONV_KEY: ShortConvSizes, SIZES_KEY: LayerSizes,
+}  # fmt: skip
 COMPUTED_FIELDS = (
-    "architecture", "tp_size", "pp_size", "experts", "own_arithmetic", *RECURRENCES,
+    "architecture", "tp_size", "pp_size", "experts", "own_arithmetic", *OBJECTS,
 )  # fmt: skip
 
 
@@ -59,10 +64,10 @@ def parse_checkpoint_config(config: Mapping[str, Any]) -> CheckpointConfig:
             "convert it without pipeline parallelism: speculative engines have none",
         )
     values = _read_model_fields(config, arithmetic)
-    if arithmetic.mlp == "experts":
+    if arithmetic.has_experts:
         values["experts"] = parse_experts(config, tp_size)
     quantization = parse_quantization(config)
-    if arithmetic.mlp == "experts":
+    if arithmetic.has_experts:
         _refuse_quantized_experts(quantization)
     is_named = arithmetic == ARCHITECTURES.get(architecture)
     model = ModelConfig(
@@ -108,7 +113,7 @@ def _read_model_fields(config: Mapping[str, Any], arithmetic: Architecture) -> d
     """Read the fields of ModelConfig, linear attention and layer types included."""
     problems = Problems()
     values = _read_fields(ModelConfig, config, _list_defaults(config, arithmetic), problems)
-    for key, kind in RECURRENCES.items():
+    for key, kind in OBJECTS.items():
         sizes = _get_object(config, key)
         for name in sorted(sizes.keys() - {field.name for field in dataclasses.fields(kind)}):
             problems.add(f"checkpoint config: {key} has {name!r}, which is not known", "remove it")

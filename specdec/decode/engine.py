@@ -130,8 +130,9 @@ class TorchEngine:
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
         # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
-        # does to the states of a hybrid.
-        is_recorded = model.experts is None and model.recurrence is None
+        # does to the states of a hybrid; and a recorded cache has the same heads in all layers.
+        kinds = (model.experts, model.recurrence, model.layer_sizes)
+        is_recorded = all(kind is None for kind in kinds)
         if recorder is not None and self._ranks is None and is_recorded:
             self.graphs = Graphs(recorder)
             self.decoder.graphs = StepGraphs(self.graphs)

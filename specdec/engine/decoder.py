@@ -5,9 +5,8 @@ Legend: B rows in the step, T tokens per row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from subprocess import SubprocessError
 
 import numpy as np
@@ -15,51 +14,35 @@ import torch
 from torch import Tensor
 
 from specdec.engine.blocks import BlockMatrix
-from specdec.engine.delta_net import DeltaNet
-from specdec.engine.experts import ExpertLayer, Router
-from specdec.engine.float8 import Float8Linear
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.group import Group
 from specdec.engine.integers import (
     IntegerMatrix,
-    find_tensor,
     lay_out,
-    list_experts,
     take_matrix,
     take_tensor,
 )
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
-from specdec.engine.layers import Attention, CutGate, Norm, cap, name_activation
+from specdec.engine.layers import Norm, cap
 from specdec.engine.linear import Linear, can_prepack
 from specdec.engine.linear_states import LinearStates
+from specdec.engine.module_maker import InputTable, ModuleMaker, Table
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.engine.rotary import RotaryTable, make_tables
-from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
-from specdec.engine.torch_layers import Layer, Stack, TorchLayers, find_past
+from specdec.engine.torch_layers import TorchLayers, find_past
 from specdec.engine.transfers import to_device
 from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
-from specdec.model.config import ModelConfig, Recurrence
-from specdec.model.linear_attention import LinearAttention
-from specdec.model.quantization import SCALES
-from specdec.model.short_conv import ShortConvSizes
+from specdec.model.config import ModelConfig
 from specdec.model.tensors import (
-    CONV_MODULE,
-    DENSE_MODULE,
     HEAD_BIAS,
-    LINEAR_MODULE,
-    ROUTER,
-    ROUTER_BIAS,
-    SCORE_BIAS,
 )
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
-
-Table = Tensor | BlockMatrix | KernelMatrix  # whose rows are looked up
 
 # Most tokens of a row in a pass over prompts, which bounds the memory of its mask and scores.
 MAX_CHUNK_TOKENS = 512
@@ -123,18 +106,19 @@ class Decoder:
         else:
             self.rotary, local_rotary = make_tables(model, num_positions, self.dtype, device)
         self.embedding_scale = compute_embedding_scale(model)
-        maker = _ModuleMaker(
+        maker = ModuleMaker(
             model=model, weights=weights, rank=self.rank, tables=(self.rotary, local_rotary),
             prepack=prepack, kernels=kernels,
         )  # fmt: skip
         self.stack = maker.make_stack(group)
+        self.layer_inputs = maker.make_layer_inputs()
         fused = find_fused(device) if is_asked and device.type == "cuda" else None
         self.is_fused = fused is not None  # whether layers run by the kernels of fused.py
         self._torch = (fused or TorchLayers)(self.stack)
         self._native = choose_native(self.stack, kernels) if kernels is not None else None
         self.lm_head = self._make_head(weights, maker) if head is None else head
 
-    def _make_head(self, weights: Mapping[str, Weight], maker: _ModuleMaker) -> Linear:
+    def _make_head(self, weights: Mapping[str, Weight], maker: ModuleMaker) -> Linear:
         """Make the linear of logits, whose matrix may be the embedding."""
         if not self.model.share_embedding_table:
             return maker.make_linear("lm_head")
@@ -154,20 +138,24 @@ class Decoder:
     def make_cache(self, num_rows: int, num_positions: int) -> KVCache:
         """Allocate a cache of `num_positions` a row, rounded up to whole blocks."""
         blocks, states = -(-num_positions // POSITION_BLOCK), None
-        num_recurrent = self.model.num_recurrent
-        if self.model.recurrence is not None:
-            sizes = self.model.recurrence.split(self.model.tp_size)
-            states = LinearStates(sizes, num_recurrent, num_rows, self.dtype, self.device)
+        model, heads = self.model, list[tuple[int, int]]()
+        if model.recurrence is not None:
+            sizes = model.recurrence.split(model.tp_size)
+            states = LinearStates(sizes, model.num_recurrent, num_rows, self.dtype, self.device)
+        if model.layer_sizes is not None:
+            resized = [model.resize(layer) for layer in model.attending_layers]
+            heads = [(layer.get_num_kv_heads(), layer.head_size) for layer in resized]
         return self.cache_class(
-            num_layers=self.model.num_hidden_layers - num_recurrent,
+            num_layers=len(model.attending_layers),
             num_rows=num_rows,
-            num_heads=self.model.get_num_kv_heads(),
+            num_heads=model.get_num_kv_heads(),
             num_positions=blocks * POSITION_BLOCK,
-            head_size=self.model.head_size,
+            head_size=model.head_size,
             dtype=self.dtype,
             device=self.device,
             lender=self.graphs or self.kernels,
             states=states,
+            heads=heads,
         )
 
     def start_row(self, cache: KVCache, row: int, prompt_len: int) -> None:
@@ -235,11 +223,26 @@ class Decoder:
         if self.position_embedding is not None:
             positions = to_device(step.positions, self.device)
         x = self._embed(tokens, positions)
-        layers = self._choose_layers(step)
+        layers, options = self._choose_layers(step), dict[str, Tensor]()
+        if self.layer_inputs is not None:
+            options["inputs"] = self._read_layer_inputs(self.layer_inputs, x, tokens)
         normed, self.observed_outputs = layers.run(
-            x, step, cache, self.observed_layers, is_normed=True
+            x, step, cache, self.observed_layers, is_normed=True, **options
         )
         return normed
+
+    def _read_layer_inputs(self, inputs: InputTable, x: Tensor, tokens: Tensor) -> Tensor:
+        """Compute each layer's own numbers of tokens, [B, T, L, P].
+
+        They are the token's row of a table, and a projection of its embedding x.
+        """
+        size = len(inputs.norm.weight)
+        scale = float(torch.tensor(size**0.5, dtype=self.dtype))
+        looked_up = self.read_rows(inputs.table, tokens) * scale
+        projected = inputs.proj(x.contiguous()) * self.model.hidden_size**-0.5
+        projected = self.norm(projected.view(*tokens.shape, -1, size), inputs.norm)
+        summed: Tensor = (projected + looked_up.view(projected.shape)) * 2.0**-0.5
+        return summed
 
     def run_layers(
         self, x: Tensor, step: Step, cache: KVCache, first_input: Tensor | None = None
@@ -350,186 +353,3 @@ def cut_head(embedding: Table, model: ModelConfig, rank: int) -> Table:
         return embedding.take_rows(rank * height, height)
     rows = embedding[rank * height : (rank + 1) * height]
     return torch.nn.functional.pad(rows, (0, 0, 0, height - len(rows)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ModuleMaker:
-    """Maker of a decoder's modules from its weights, laid out for the machine.
-
-    tables: of rotations, the second one that of layers with a window.
-    """
-
-    model: ModelConfig
-    weights: Mapping[str, Weight]
-    rank: int
-    tables: tuple[RotaryTable | None, RotaryTable | None]
-    prepack: bool
-    kernels: NativeKernels | None
-
-    def make_linear(self, name: str, *, is_summed: bool = False) -> Linear:
-        """Make a linear; is_summed: its products are summed over the ranks, the first adds bias."""
-        weights, prepack, kernels = self.weights, self.prepack, self.kernels
-        weight = weights[name + ".weight"]
-        bias = None if is_summed and self.rank else find_tensor(weights, name + ".bias")
-        if isinstance(weight, Tensor) and weight.dtype is torch.float8_e4m3fn:
-            weight_scales, input_scale = (take_tensor(weights, f"{name}.{kind}") for kind in SCALES)
-            return Float8Linear(weight, weight_scales, input_scale, bias)
-        return lay_out(take_matrix(weights, name), bias, prepack=prepack, kernels=kernels)
-
-    def make_norm(self, name: str) -> Norm:
-        has_bias = self.model.arithmetic.norm == "layer"
-        bias = take_tensor(self.weights, name + ".bias") if has_bias else None
-        arithmetic = self.model.arithmetic
-        return Norm(
-            take_tensor(self.weights, name + ".weight"), bias, self.model.norm_epsilon,
-            arithmetic.norm_offset,
-        )  # fmt: skip
-
-    def make_stack(self, group: Group | None) -> Stack:
-        """Make all layers of the rank."""
-        model, arithmetic = self.model, self.model.arithmetic
-        return Stack(
-            layers=[self.make_layer(index) for index in range(model.num_hidden_layers)],
-            final_norm=None if arithmetic.is_post_norm else self.make_norm("transformer.ln_f"),
-            num_heads=model.num_attention_heads // model.tp_size,
-            num_kv_heads=model.get_num_kv_heads(),
-            head_size=model.head_size,
-            activation=name_activation(model),
-            is_gated=arithmetic.mlp != "plain",
-            group=group,
-            share=model.residual_multiplier,
-            has_gates=arithmetic.gates_attention,
-        )
-
-    def make_layer(self, index: int) -> Layer:
-        prefix, arithmetic = f"transformer.layers.{index}.", self.model.arithmetic
-        post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
-        dense_norm = down_norm = None
-        if arithmetic.inner_norms:
-            dense_norm, post_norm = post_norm, self.make_norm(prefix + "pre_feedforward_layernorm")
-            down_norm = self.make_norm(prefix + "post_feedforward_layernorm")
-        up, down = "mlp.fc" if arithmetic.mlp == "plain" else "mlp.gate_up", "mlp.proj"
-        if self.model.experts is not None:
-            up, down = f"{DENSE_MODULE}fc", f"{DENSE_MODULE}proj"
-        has_experts = self.model.get_experts(index) is not None
-        recurrence, mixer, product = self._make_recurrence(index, prefix)
-        return Layer(
-            attention=self.make_attention(
-                index, prefix + "attention.", has_norms=recurrence is None
-            ),
-            input_norm=self.make_norm(prefix + "input_layernorm"),
-            qkv=self.make_linear(prefix + mixer + product),
-            dense=self.make_linear(f"{prefix}{mixer}dense", is_summed=True),
-            recurrence=recurrence,
-            post_norm=post_norm,
-            up=None if has_experts else self.make_linear(prefix + up),
-            down=None if has_experts else self.make_linear(prefix + down, is_summed=True),
-            experts=self._make_experts(prefix) if has_experts else None,
-            dense_norm=dense_norm,
-            down_norm=down_norm,
-        )
-
-    def _make_recurrence(
-        self, index: int, prefix: str
-    ) -> tuple[DeltaNet | ShortConv | None, str, str]:
-        """Make what a layer has in place of attention; return it, its module and first product."""
-        sizes, layer_types = self.model.get_recurrence(index), self.model.layer_types
-        if sizes is None or layer_types is None:
-            return None, "attention.", "qkv"
-        number = layer_types[:index].count(layer_types[index])
-        if isinstance(sizes, ShortConvSizes):
-            short_conv = self._make_short_conv(sizes, number, prefix + CONV_MODULE)
-            return short_conv, CONV_MODULE, "in_proj"
-        delta_net = self._make_delta_net(sizes, number, prefix + LINEAR_MODULE)
-        return delta_net, LINEAR_MODULE, "qkvz"
-
-    def _make_short_conv(self, sizes: ShortConvSizes, number: int, prefix: str) -> ShortConv:
-        rank_sizes = sizes.split(self.model.tp_size)
-        bias = take_tensor(self.weights, prefix + "conv.bias").float() if sizes.has_bias else None
-        return ShortConv(
-            sizes=rank_sizes,
-            index=number,
-            taps=self._take_taps(rank_sizes, prefix),
-            bias=bias,
-            kernels=self.kernels,
-        )
-
-    def _take_taps(self, sizes: Recurrence, prefix: str) -> Tensor:
-        """Take the taps of a convolution [taps, C], which is stored channel by channel."""
-        taps = take_tensor(self.weights, prefix + "conv.weight").float()
-        return taps.view(sizes.num_channels, sizes.num_taps).T.contiguous()
-
-    def _make_delta_net(self, sizes: LinearAttention, number: int, prefix: str) -> DeltaNet:
-        model, weights = self.model, self.weights
-        rank_sizes = sizes.split(model.tp_size)
-        return DeltaNet(
-            sizes=rank_sizes,
-            index=number,
-            ba=self.make_linear(prefix + "ba"),
-            taps=self._take_taps(rank_sizes, prefix),
-            decay=-take_tensor(weights, prefix + "A_log").exp(),
-            bias=take_tensor(weights, prefix + "dt_bias"),
-            norm=Norm(take_tensor(weights, prefix + "norm.weight"), None, model.norm_epsilon),
-            kernels=self.kernels,
-        )
-
-    def make_attention(self, index: int, prefix: str, *, has_norms: bool = True) -> Attention:
-        model, norms = self.model, []
-        is_sliding = model.is_sliding(index)
-        is_rotated = index not in model.arithmetic.layers_without_positions
-        for letter in "qk" if model.arithmetic.qk_norm and has_norms else "":
-            weight = take_tensor(self.weights, f"{prefix}{letter}_layernorm.weight")
-            offset = model.arithmetic.norm_offset
-            norms.append(Norm(weight, None, model.norm_epsilon, offset))
-        q_norm, k_norm = norms or (None, None)
-        has_sinks = model.arithmetic.has_sinks and has_norms
-        return Attention(
-            scale=model.attention_scale, cap=model.attn_logit_softcapping,
-            window=model.sliding_window if is_sliding else None,
-            rotary=self.tables[is_sliding] if is_rotated else None, q_norm=q_norm, k_norm=k_norm,
-            sinks=take_tensor(self.weights, f"{prefix}sinks").clone() if has_sinks else None,
-        )  # fmt: skip
-
-    def _make_experts(self, prefix: str) -> ExpertLayer:
-        sizes, weights = self.model.experts, self.weights
-        assert sizes is not None
-        up, down = (self._make_matrices(f"{prefix}mlp.{name}") for name in ("fc", "proj"))
-        shared_expert, arithmetic = None, self.model.arithmetic
-        activation: str | CutGate = name_activation(self.model)
-        if arithmetic.gate_limit is not None:
-            activation = CutGate(arithmetic.gate_limit, arithmetic.gate_slope)
-        router = take_tensor(weights, prefix + ROUTER)
-        if sizes.shared_inner:
-            name = prefix + sizes.shared_name
-            # Not in a file that may be let go.
-            gate = take_tensor(weights, f"{name}_gate.weight").clone()
-            up_linear, down_linear = (self.make_linear(f"{name}.{kind}") for kind in ("fc", "proj"))
-            shared_expert = up_linear, down_linear, gate
-        return ExpertLayer(
-            sizes, self.rank, activation,
-            Router(
-                router, *(find_tensor(weights, prefix + name) for name in (ROUTER_BIAS, SCORE_BIAS))
-            ),
-            up, down, shared_expert, self.kernels,
-        )  # fmt: skip
-
-    def _make_matrices(self, name: str) -> list[Linear]:
-        """Make the linears of the rank's experts, whose matrices lie in one tensor."""
-        matrices = list_experts(self.weights, name)
-        return [
-            lay_out(matrix, bias, prepack=self.prepack, kernels=self.kernels)
-            for matrix, bias in zip(matrices, self._cut_biases(name, len(matrices)), strict=True)
-        ]
-
-    def _cut_biases(self, name: str, count: int) -> Sequence[Tensor | None]:
-        """Return the biases of the rank's experts: of sums over ranks the first part's alone."""
-        sizes, biases = self.model.experts, find_tensor(self.weights, f"{name}.bias")
-        assert sizes is not None
-        part, is_summed = sizes.get_part(self.rank), name.endswith("proj")
-        if biases is None or (is_summed and part):
-            return [None] * count
-        experts = sizes.list_rank_experts(self.rank)
-        rows = biases.view(sizes.num, -1)[experts.start : experts.stop]
-        if not is_summed:  # the part's rows of both halves
-            rows = torch.cat([half.chunk(sizes.tp_size, 1)[part] for half in rows.chunk(2, 1)], 1)
-        return list(rows.clone().unbind())

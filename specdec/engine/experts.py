@@ -24,12 +24,14 @@ from specdec.model.experts import Experts
 class Router:
     """Products by which a token's experts are chosen: float32, weight [E, D], bias [E] or None.
 
-    score_bias: [E], of the choice among the scores alone, or None.
+    score_bias: [E], of the choice among the scores alone, or None. scales: of what each expert
+    yields, [E], or None.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     score_bias: Tensor | None = None
+    scales: Tensor | None = None
 
 
 class ExpertLayer:
@@ -57,7 +59,7 @@ class ExpertLayer:
         self.counters = np.zeros(3, np.int64)
         self._activation = activation
         self.packed: PackedExperts | None = None
-        if kernels is not None:
+        if kernels is not None and router.scales is None:
             self.packed = PackedExperts(
                 kernels,
                 router.weight,
@@ -89,12 +91,17 @@ class ExpertLayer:
         weights = scores.gather(-1, experts)
         if sizes.renormalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + sizes.sum_epsilon)
+        if router.scales is not None:
+            weights = weights * router.scales[experts]
         return weights * sizes.weight_scale, experts
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """Return the sum of this rank's experts for each token, by torch: [..., D] -> [..., D]."""
+    def __call__(self, h: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Return the sum of this rank's experts for each token, by torch: [..., D] -> [..., D].
+
+        routed: what the router reads, h if None.
+        """
         rows = h.reshape(-1, h.shape[-1])
-        weights, choices = self.choose(rows)
+        weights, choices = self.choose(rows if routed is None else routed.reshape(rows.shape))
         sums = torch.zeros_like(rows, dtype=torch.float32)
         used_experts = sorted(set(choices.flatten().tolist()))
         self.counters += (1, len(rows), len(used_experts))

@@ -52,11 +52,14 @@ class BlockLender(Protocol):
 
 
 class KVCache:
-    """Keys and values of every layer, [layers, 2, R, N, S, H], and each row's committed length.
+    """Keys and values of every layer, [2, R, N, S, H] each, and each row's committed length.
+
+    They lie in one block, [layers, 2, R, N, S, H] where all layers have the same heads.
 
     A step writes its T tokens at positions past_lens[r] ... past_lens[r] + T - 1 of row r; they
-    count only once `commit` has moved the accepted ones together. layers: those that attend to
-    keys. states: of the others of a hybrid, None where there are none.
+    count only once `commit` has moved the accepted ones together. layers: those that have keys.
+    states: of the others of a hybrid, None where there are none. heads: of each layer their number
+    and size, where these differ.
     """
 
     def __init__(  # noqa: PLR0913 - the sizes of a cache
@@ -71,11 +74,26 @@ class KVCache:
         device: torch.device,
         lender: BlockLender | None = None,
         states: LinearStates | None = None,
+        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        shape = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
+        plane = 2 * num_rows * num_positions
+        shape: tuple[int, ...] = (num_layers, 2, num_rows, num_heads, num_positions, head_size)
+        if heads:
+            shape = (sum(number * size for number, size in heads) * plane,)
         lent = lender.lend_blocks(self, shape, dtype) if lender is not None else None
         # Zeros, not empty: masked positions are multiplied by a zero weight, and 0 * NaN is NaN.
         self.blocks = torch.zeros(shape, dtype=dtype, device=device) if lent is None else lent
+        # Of each layer, or of all layers together where their heads are alike.
+        self.layers: Sequence[Tensor] = list(self.blocks) if not heads else []
+        self._groups: Sequence[Tensor] = (self.blocks,)
+        if heads:
+            widths = [number * size * plane for number, size in heads]
+            parts = torch.split(self.blocks, widths)
+            self.layers = [
+                part.view(2, num_rows, number, num_positions, size)
+                for part, (number, size) in zip(parts, heads, strict=True)
+            ]
+            self._groups = [layer[None] for layer in self.layers]
         self.num_positions, self.states = num_positions, states
         self.past_lens: IntArray = np.zeros(num_rows, np.int64)
         # Where each row's request begins in the decoder's rotary tables.
@@ -131,7 +149,6 @@ class KVCache:
     def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
         """Copy the entries at `positions` of row `source` to `start` and after in `row`."""
         position_index = to_device(positions, self.blocks.device)
-        entries = self.blocks[:, :, source].index_select(
-            3, position_index
-        )  # [layers, 2, N, len, H]
-        self.blocks[:, :, row, :, start : start + len(positions)] = entries
+        for blocks in self._groups:
+            entries = blocks[:, :, source].index_select(3, position_index)
+            blocks[:, :, row, :, start : start + len(positions)] = entries  # [layers, 2, N, len, H]

@@ -59,6 +59,7 @@ class Attention:
     positions that a token sees, itself included, None for all. rotary: None where positions are
     learned. q_norm, k_norm: of each query and each key [H], before they are rotated, or None.
     sinks: [N], see `attend`.
+    v_norm: of each value. heads: a rank's K/V heads and their size, None for those of the stack.
     """
 
     scale: float
@@ -68,6 +69,8 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: Tensor | None = None
+    v_norm: Norm | None = None
+    heads: tuple[int, int] | None = None
 
 
 def cap(x: Tensor, limit: float) -> Tensor:

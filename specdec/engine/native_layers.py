@@ -62,12 +62,13 @@ class KernelLayers(TorchLayers):
         first_input: Tensor | None = None,
         *,
         is_normed: bool = False,
+        inputs: Tensor | None = None,
     ) -> Outcome:
         """Run the layers as `TorchLayers.run` does."""
         x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
         plan, norm = plan_step(self.kernels, step, cache), self.stack.final_norm
         x, h, observed_outputs = self._compute(
-            x, step, cache, cache.blocks, plan, observed_layers, first_input, norm
+            x, step, cache, cache.layers, plan, observed_layers, first_input, norm, inputs
         )
         return h if is_normed else x, observed_outputs
 
@@ -85,11 +86,11 @@ class KernelLayers(TorchLayers):
         stack = self.stack
         return self.kernels.attend(
             product.contiguous(), block, layer.attention, placement,
-            stack.num_heads, stack.num_kv_heads, stack.head_size,
+            stack.num_heads, *stack.get_heads(layer),
         )  # fmt: skip
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        if layer.experts is not None and layer.experts.packed is not None:
+        if layer.mixture is None and layer.experts is not None and layer.experts.packed is not None:
             return self.kernels.mix_experts(h, layer.experts.packed)
         return super()._run_mlp(layer, h)
 
@@ -132,7 +133,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     """Choose the quickest way that a stack can go by the kernels."""
     activation_numbers = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
     activation = activation_numbers.get(stack.activation)
-    is_usual = stack.final_norm is not None and not stack.has_gates
+    is_usual = stack.final_norm is not None and not stack.has_gates and not stack.is_uneven
     is_usual = is_usual and all(layer.recurrence is None for layer in stack.layers)
     is_usual = is_usual and len({layer.experts is None for layer in stack.layers}) == 1
     # One call takes matrices of one type: a checkpoint may leave some modules unquantized.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.errors import SpecDecError
 from specdec.model.bounds import MAX_ROTARY_ELEMENTS
-from specdec.model.config import ModelConfig
+from specdec.model.config import FULL, SLIDING, ModelConfig
 from specdec.model.rotary_scaling import get_kind
 
 CHUNK_POSITIONS = 2048  # positions whose angles are computed at a time
@@ -53,8 +53,11 @@ def compute_frequencies(model: ModelConfig, length: int) -> tuple[Tensor, float]
         grown = base * ratio ** (size / (size - 2))
         return 1.0 / grown**exponents, 1.0
     wavelengths = base**exponents  # over 2 pi
-    if kind == "linear":
-        return 1.0 / wavelengths / float(scaling["factor"]), 1.0
+    if kind in ("linear", "proportional"):
+        inverse = 1.0 / wavelengths / float(scaling.get("factor") or 1.0)
+        # Of proportional scaling, the pairs that are not turned; a kind of whole heads has none.
+        inverse[int(scaling.get("partial_rotary_factor", 1.0) * size // 2) :] = 0.0
+        return inverse, 1.0
     if kind == "llama3":
         return _blend_llama3(1.0 / wavelengths, scaling), 1.0
     if kind == "yarn":
@@ -253,11 +256,15 @@ def make_tables(
     model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[RotaryTable, RotaryTable]:
     """Make the tables of layers without a window and with one, in most models one table."""
-    table = RotaryTable(model, num_positions, dtype, device)
+    types = model.layer_types or ()
+    full_model, local_model = (
+        model.resize(types.index(kind)) if kind in types else model for kind in (FULL, SLIDING)
+    )
+    table = RotaryTable(full_model, num_positions, dtype, device)
     if model.rope_local_base_freq is None:
         return table, table
     unscaled = dataclasses.replace(
-        model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
+        local_model, rotary_base=model.rope_local_base_freq, rotary_scaling=None
     )
     local = RotaryTable(unscaled, num_positions, dtype, device)
     local.repeat(len(table.cos))

@@ -6,7 +6,7 @@ Legend: B rows in the step, T tokens per row, D hidden, S cache positions.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,13 +33,40 @@ Outcome = tuple[Tensor, Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Norms of a layer's MLP and of the experts beside it: of the outputs, and of what is read.
+
+    router_norm: of what the router reads.
+    """
+
+    mlp_norm: Norm
+    expert_norm: Norm
+    input_norm: Norm
+    router_norm: Norm
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """Reading of a token's own numbers by a layer: gate [P, D], activated times them, proj [D, P].
+
+    norm: of what is added to the layer's output.
+    """
+
+    gate: Linear
+    proj: Linear
+    norm: Norm
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """Weights of a decoder's layer.
 
     up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share the
     input norm. dense_norm, down_norm: norms of the outputs of `dense` and `down`, None for none.
     experts: in place of up and down. recurrence: linear attention or a short convolution in place
-    of attention over the cache, with qkv for its first product.
+    of attention over the cache, with qkv for its first product. source: the earlier layer whose
+    keys and values this one reads; qkv has queries alone then. mixture: norms of an MLP and of
+    experts beside it. inputs: how the layer reads a token's own numbers. scalar: of its output.
     """
 
     attention: Attention
@@ -53,6 +80,10 @@ class Layer:
     down_norm: Norm | None = None
     experts: ExpertLayer | None = None
     recurrence: DeltaNet | ShortConv | None = None
+    source: int | None = None
+    mixture: Mixture | None = None
+    inputs: LayerInputs | None = None
+    scalar: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +92,8 @@ class Stack:
 
     final_norm: None where each layer's norms are behind attention and MLP, the last one's too.
     share: factor of the outputs of attention and MLP when they are added to a layer's input.
-    has_gates: whether qkv has gates of the attention's outputs behind the values.
+    has_gates: whether qkv has gates of the attention's outputs behind the values. is_uneven:
+    whether layers differ in their heads, or have a part that no usual layer has.
     """
 
     layers: list[Layer]
@@ -74,16 +106,26 @@ class Stack:
     group: Group | None
     share: float = 1.0
     has_gates: bool = False
+    is_uneven: bool = False
 
-    @property
-    def qkv_size(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+    def get_heads(self, layer: Layer) -> tuple[int, int]:
+        """Return a layer's K/V heads and their size."""
+        return layer.attention.heads or (self.num_kv_heads, self.head_size)
 
-    @property
-    def cache_indices(self) -> list[int]:
-        """Index in the cache of each layer's keys, among the layers that attend."""
-        attends = (layer.recurrence is None for layer in self.layers[:-1])
-        return list(itertools.accumulate(attends, initial=0))
+    @functools.cached_property
+    def sources(self) -> set[int | None]:
+        """The layers whose keys and values later ones read; None among them means nothing."""
+        return {layer.source for layer in self.layers}
+
+    def deal(self, blocks: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the part of the cache that each layer reads; None for one with a state."""
+        own_blocks, parts = iter(blocks), list[Tensor | None]()
+        for layer in self.layers:
+            if layer.source is not None:
+                parts.append(parts[layer.source])
+            else:
+                parts.append(next(own_blocks) if layer.recurrence is None else None)
+        return parts
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add up what the ranks computed of a product."""
@@ -130,11 +172,13 @@ class TorchLayers:
         first_input: Tensor | None = None,
         *,
         is_normed: bool = False,
+        inputs: Tensor | None = None,
     ) -> Outcome:
         """Run the layers over [B, T, D] and write keys and values.
 
         first_input: what the first layer's attention reads instead of its normed input. is_normed:
-        the result is normed, and x may be overwritten.
+        the result is normed, and x may be overwritten. inputs: each layer's own numbers of tokens,
+        [B, T, L, P], where layers have some.
         """
         norm = self.stack.final_norm if is_normed else None
         replayed = self._replay(x, step, cache, observed_layers, first_input, norm)
@@ -142,7 +186,7 @@ class TorchLayers:
             return replayed
         placement = self._locate(step, cache, x.device)
         _, h, observed_outputs = self._compute(
-            x, step, cache, cache.blocks, placement, observed_layers, first_input, norm
+            x, step, cache, cache.layers, placement, observed_layers, first_input, norm, inputs
         )
         return h, observed_outputs
 
@@ -162,7 +206,7 @@ class TorchLayers:
         return _Placement(
             rows=to_device(step.rows, device),
             # Rows are sorted and distinct, but where a text goes on in several.
-            is_prefix=step.past is None and len(step.rows) == cache.blocks.shape[2],
+            is_prefix=step.past is None and len(step.rows) == len(cache.past_lens),
             slots=to_device(past[:, None] + newest, device),
             lines=to_device(find_lines(step, cache), device),
             views=views,
@@ -180,7 +224,7 @@ class TorchLayers:
     ) -> Outcome | None:
         """Run the layers from a recorded graph; return None where there is none."""
         stack, graphs = self.stack, self.graphs
-        if graphs is None or step.past is not None:
+        if graphs is None or step.past is not None or stack.is_uneven:
             return None
         if (step_shape := graphs.find_shape(step, cache)) is None:
             return None
@@ -203,7 +247,14 @@ class TorchLayers:
             )
             layer_input = inputs[1] if len(inputs) > 1 else None
             _, normed, observed_outputs = self._compute(
-                inputs[0], step, cache, blocks, placement, observed_layers, layer_input, last_norm
+                inputs[0],
+                step,
+                cache,
+                list(blocks),
+                placement,
+                observed_layers,
+                layer_input,
+                last_norm,
             )
             return (normed,) if observed_outputs is None else (normed, observed_outputs)
 
@@ -218,16 +269,17 @@ class TorchLayers:
             return None
         return results[0], results[1] if len(results) > 1 else None
 
-    def _compute(
+    def _compute(  # noqa: PLR0913 - all that a step has
         self,
         x: Tensor,
         step: Step,
         cache: KVCache,
-        blocks: Tensor,
+        blocks: Sequence[Tensor],
         placement: Any,
         observed_layers: tuple[int, ...],
         first_input: Tensor | None,
         last_norm: Norm | None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the layers on the device alone.
 
@@ -235,46 +287,75 @@ class TorchLayers:
         normed behind the last layer. Returns the last output, the same normed, the observed ones.
         """
         stack, states, observed_outputs = self.stack, cache.states, []
-        runs = None if states is None else states.begin(
-            step.rows, step.positions, find_past(step, cache), step.counts, step.certain_counts
-        )  # fmt: skip
+        runs = begin_runs(step, cache)
         is_post_norm = stack.final_norm is None
         if first_input is not None:
             h = first_input
         else:
             h = x if is_post_norm else self._norm(x, stack.layers[0].input_norm)
         norms = [*(layer.input_norm for layer in stack.layers[1:]), last_norm]
-        indices = stack.cache_indices
+        numbers = [None] * len(norms) if inputs is None else inputs.unbind(-2)
+        parts, kept_products = stack.deal(blocks), dict[int | None, Tensor]()
         for index, (layer, next_norm) in enumerate(zip(stack.layers, norms, strict=True)):
-            mixed = self._mix(layer, h, blocks, indices[index], placement, states, runs)
-            x, h = self._finish_layer(layer, x, h, mixed, next_norm)
+            product = self._project(layer, h, kept_products.get(layer.source))
+            if index in stack.sources:
+                first_key = stack.num_heads * stack.get_heads(layer)[1]
+                kept_products[index] = product[..., first_key:].clone()
+            mixed = self._mix(layer, h, product, parts[index], placement, (states, runs))
+            x, h = self._finish_layer(layer, x, h, (mixed, numbers[index]), next_norm)
             if index in observed_layers:
                 observed_outputs.append(x.clone() if self.adds_in_place else x)
         if states is not None and runs is not None:
             states.finish(runs)
         return x, h, torch.cat(observed_outputs, dim=-1) if observed_outputs else None
 
+    def _project(self, layer: Layer, h: Tensor, source_product: Tensor | None) -> Tensor:
+        """Compute a layer's queries, keys and values; those of a source, but for the queries.
+
+        Values are normed. Keys of a source are not rotated yet: they are written once more, to the
+        same places as the same numbers.
+        """
+        product = layer.qkv(h)
+        if source_product is not None:
+            return torch.cat((product, source_product), dim=-1)
+        if (norm := layer.attention.v_norm) is None:
+            return product
+        num_kv_heads, size = self.stack.get_heads(layer)
+        first_value = product.shape[-1] - num_kv_heads * size
+        values = product[..., first_value:].contiguous()
+        values = values.view(*product.shape[:-1], num_kv_heads, size)
+        return torch.cat((product[..., :first_value], self._norm(values, norm).flatten(-2)), dim=-1)
+
     def _mix(
-        self, layer: Layer, h: Tensor, blocks: Tensor, cache_index: int, placement: Any,
-        states: LinearStates | None, runs: Runs | None,
+        self, layer: Layer, h: Tensor, product: Tensor, block: Tensor | None, placement: Any,
+        recurrence: tuple[LinearStates | None, Runs | None],
     ) -> Tensor:  # fmt: skip
-        """Attend, or mix by a state, and return the output of `dense`."""
-        stack, product = self.stack, layer.qkv(h)
-        if layer.recurrence is None:
-            queries_keys_values = product[..., : stack.qkv_size]
-            mixed = self._attend(layer, queries_keys_values, blocks[cache_index], placement)
-            if stack.has_gates:
-                mixed = mixed * product[..., stack.qkv_size :].sigmoid()
-        else:
+        """Attend, or mix by a state, and return the output of `dense`.
+
+        product: of queries, keys, values and gates, or what a layer with a state reads.
+        """
+        stack, (states, runs) = self.stack, recurrence
+        if layer.recurrence is not None:
             assert states is not None
             assert runs is not None
-            mixed = layer.recurrence.mix(h, product, states, runs)
-        return layer.dense(mixed)
+            return layer.dense(layer.recurrence.mix(h, product, states, runs))
+        assert block is not None
+        num_kv_heads, size = stack.get_heads(layer)
+        width = (stack.num_heads + 2 * num_kv_heads) * size
+        mixed = self._attend(layer, product[..., :width], block, placement)
+        return layer.dense(mixed * product[..., width:].sigmoid() if stack.has_gates else mixed)
 
     def _finish_layer(
-        self, layer: Layer, x: Tensor, h: Tensor, mixed: Tensor, next_norm: Norm | None
-    ) -> tuple[Tensor, Tensor]:
-        """Add attention and MLP to a layer's input; return the sum, and the next layer's input."""
+        self, layer: Layer, x: Tensor, h: Tensor, added: tuple[Tensor, Tensor | None],
+        next_norm: Norm | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Add attention and MLP to a layer's input; return the sum, and the next layer's input.
+
+        added: what attention yields, and the token's own numbers [B, T, P], if the layer reads any.
+        """
+        mixed, numbers = added
+        if self.stack.is_uneven:
+            return self._finish_uneven(layer, x, mixed, numbers, next_norm)
         if self.stack.final_norm is None:
             _, x = self._add(x, mixed, None, layer.input_norm)
             _, x = self._add(x, self._run_mlp(layer, x), None, layer.post_norm)
@@ -285,6 +366,30 @@ class TorchLayers:
             x, h = self._add(x, mixed, layer.dense_norm, layer.post_norm)
             mixed = self._run_mlp(layer, h)
         return self._add(x, mixed, layer.down_norm, next_norm)
+
+    def _finish_uneven(
+        self, layer: Layer, x: Tensor, mixed: Tensor, numbers: Tensor | None,
+        next_norm: Norm | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Add all that a layer with parts of its own adds to its input, as `_finish_layer` does."""
+        assert layer.post_norm is not None
+        assert layer.down_norm is not None
+        x, h = self._add(x, mixed, layer.dense_norm, layer.post_norm)
+        delta = self.stack.sum(self._run_mlp(layer, h))
+        if (mixture := layer.mixture) is not None:
+            assert layer.experts is not None
+            read, routed = (self._norm(x, n) for n in (mixture.input_norm, mixture.router_norm))
+            of_experts = self.stack.sum(layer.experts(read, routed))
+            delta = self._norm(delta, mixture.mlp_norm)
+            delta = delta + self._norm(of_experts, mixture.expert_norm)
+        x = x + self._norm(delta, layer.down_norm)
+        if (own := layer.inputs) is not None:
+            assert numbers is not None
+            gated = ACTIVATIONS[self.stack.activation](own.gate(x)) * numbers
+            x = x + self._norm(own.proj(gated), own.norm)
+        if layer.scalar is not None:
+            x = x * layer.scalar
+        return x, x if next_norm is None else self._norm(x, next_norm)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm(x)
@@ -321,9 +426,9 @@ class TorchLayers:
     def _write(self, layer: Layer, product: Tensor, block: Tensor, placement: Any) -> Tensor:
         """Write keys and values as `_attend` does; return the queries that attend, [B, T, N, H]."""
         stack, rows, slots = self.stack, placement.rows, placement.slots
-        num_heads = stack.num_heads
-        num_rotated = num_heads + stack.num_kv_heads  # queries and keys
-        qkv = product.view(*product.shape[:-1], -1, stack.head_size)
+        num_heads, (num_kv_heads, head_size) = stack.num_heads, stack.get_heads(layer)
+        num_rotated = num_heads + num_kv_heads  # queries and keys
+        qkv = product.view(*product.shape[:-1], -1, head_size)
         rotated, new_values = qkv[:, :, :num_rotated], qkv[:, :, num_rotated:]
         attention = layer.attention
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -332,7 +437,7 @@ class TorchLayers:
         if (table := attention.rotary) is not None:
             if table not in placement.angles:  # [B, T, 1, R], or [B, T, heads, R]
                 placement.angles[table] = find_angles(
-                    table, placement.lines, num_heads, stack.num_kv_heads
+                    table, placement.lines, num_heads, num_kv_heads
                 )
             rotated = rotate(rotated, *placement.angles[table])
         queries, new_keys = rotated[:, :, :num_heads], rotated[:, :, num_heads:]
@@ -341,7 +446,7 @@ class TorchLayers:
         return queries
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        if layer.experts is not None:
+        if layer.experts is not None and layer.mixture is None:
             return layer.experts(h)
         assert layer.up is not None
         assert layer.down is not None
@@ -354,6 +459,14 @@ class TorchLayers:
         """Activate the first half of [..., 2 * n] and multiply it by the other."""
         gate, up = inner.chunk(2, dim=-1)
         return ACTIVATIONS[self.stack.activation](gate) * up
+
+
+def begin_runs(step: Step, cache: KVCache) -> Runs | None:
+    """Begin a step of the states of linear attention; None where a cache has none."""
+    if cache.states is None:
+        return None
+    past = find_past(step, cache)
+    return cache.states.begin(step.rows, step.positions, past, step.counts, step.certain_counts)
 
 
 def find_past(step: Step, cache: KVCache) -> IntArray:

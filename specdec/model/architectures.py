@@ -44,6 +44,10 @@ class Architecture:
     gate_limit: of a gated MLP's g sigmoid(gate_slope g) (u + 1), where g is at most the limit and u
     within it on both sides; None where hidden_act tells. It is computed in mixtures alone, whose
     router and experts have biases where mlp_bias is true.
+    norms_values: values are divided by their root mean square.
+    scales_layers: each layer's output is multiplied by a number of its own.
+    adds_experts: experts run beside the MLP; both outputs are normed, and their sum again. The
+    router reads what the MLP's norm reads, normed and scaled otherwise, and scales each expert.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -68,6 +72,14 @@ class Architecture:
     has_sinks: bool = False
     gate_limit: float | None = None
     gate_slope: float = 1.0
+    norms_values: bool = False
+    scales_layers: bool = False
+    adds_experts: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether a token goes through some of a layer's experts."""
+        return self.mlp == "experts" or self.adds_experts
 
     @property
     def norm_offset(self) -> float:

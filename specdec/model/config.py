@@ -10,6 +10,7 @@ from specdec.errors import Problems, shorten
 from specdec.model.architectures import ARCHITECTURES, Architecture
 from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.experts import Experts
+from specdec.model.layer_sizes import LayerSizes
 from specdec.model.linear_attention import LinearAttention
 from specdec.model.rotary_scaling import find_scaling_problems
 from specdec.model.short_conv import ShortConvSizes
@@ -59,7 +60,8 @@ class ModelConfig:
     architecture computes that ARCHITECTURES does not have.
 
     linear_attention, short_conv: the sizes of the LINEAR and of the CONV layers of a hybrid; None
-    where there are none. layer_types: of LAYER_TYPES for each layer, None where all are alike:
+    where there are none. layer_sizes: the sizes in which layers differ, see `resize`; None where
+    all are alike. layer_types: of LAYER_TYPES for each layer, None where all are alike:
     SLIDING if there is a window. rope_local_base_freq: rotary base, without scaling, of SLIDING
     layers; None where the others' base is theirs too. embedding_multiplier: of token embeddings;
     residual_multiplier: of what attention and MLP yield; attention_multiplier: of scores, as well
@@ -105,6 +107,7 @@ class ModelConfig:
     experts: Experts | None = None
     linear_attention: LinearAttention | None = None
     short_conv: ShortConvSizes | None = None
+    layer_sizes: LayerSizes | None = None
     own_arithmetic: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +115,7 @@ class ModelConfig:
             raise ValueError(
                 f"nothing tells what {self.architecture} computes: own_arithmetic must"
             )
-        if (self.experts is not None) != (self.arithmetic.mlp == "experts"):
+        if (self.experts is not None) != self.arithmetic.has_experts:
             raise ValueError(f"{self.architecture} with experts={self.experts}")
 
     @property
@@ -177,10 +180,38 @@ class ModelConfig:
         has_experts = self.experts is not None and layer >= self.experts.num_dense_layers
         return self.experts if has_experts else None
 
+    def get_source(self, layer: int) -> int | None:
+        """Return the earlier layer whose keys and values a layer reads, None if it has its own."""
+        sizes, types = self.layer_sizes, self.layer_types
+        if sizes is None or types is None or layer < self.num_hidden_layers - sizes.num_reusing:
+            return None
+        earlier_types = types[: self.num_hidden_layers - sizes.num_reusing]
+        return max(i for i, kind in enumerate(earlier_types) if kind == types[layer])
+
+    def resize(self, layer: int) -> ModelConfig:
+        """Return the model with a layer's sizes as those of all its layers."""
+        sizes, changes = self.layer_sizes, dict[str, Any]()
+        if sizes is None:
+            return self
+        if not self.is_sliding(layer):
+            changes["head_size"] = sizes.full_head_size
+            changes["num_key_value_heads"] = sizes.full_num_kv_heads
+        if self.get_source(layer) is not None:
+            changes["intermediate_size"] = sizes.reusing_inner
+        return dataclasses.replace(self, layer_sizes=None, **changes)
+
     @property
     def num_recurrent(self) -> int:
         """How many layers keep a state instead of keys and values."""
         return sum(kind in RECURRENT for kind in self.layer_types or ())
+
+    @property
+    def attending_layers(self) -> list[int]:
+        """The layers that have keys and values."""
+        return [
+            layer for layer in range(self.num_hidden_layers)
+            if self.get_recurrence(layer) is None and self.get_source(layer) is None
+        ]  # fmt: skip
 
     def get_num_kv_heads(self) -> int:
         """K/V heads of one rank; fewer heads than ranks are duplicated."""
@@ -218,6 +249,10 @@ class ModelConfig:
             problems += self.experts.find_problems(self.tp_size)
         if self.recurrence is not None:
             problems += self.recurrence.find_problems(self.tp_size)
+        if self._needs_sizes and self.layer_sizes is None:
+            problems.add("layer_sizes are missing, which the arithmetic needs", "convert it again")
+        if self.layer_sizes is not None and not problems:
+            problems += self._find_size_problems(self.layer_sizes)
         return problems or self._find_contradictions()
 
     def _find_wrong_values(self) -> Problems:
@@ -257,6 +292,22 @@ class ModelConfig:
               )),
             (None not in (self.linear_attention, self.short_conv),
              f"layer_types has {LINEAR} and {CONV}", "convert the model again"),
+        )  # fmt: skip
+
+    @property
+    def _needs_sizes(self) -> bool:
+        """Tell if the arithmetic has parts that only layers of several sizes are computed with."""
+        arithmetic = self.arithmetic
+        return arithmetic.norms_values or arithmetic.scales_layers or arithmetic.adds_experts
+
+    def _find_size_problems(self, sizes: LayerSizes) -> Problems:
+        """List what is wrong with sizes in which layers differ."""
+        return Problems.from_table(
+            (self.layer_types is None, "layer_sizes without layer_types", "convert it again"),
+            (self.pp_size != 1, f"layers of several sizes with pp_size={self.pp_size}",
+             "use pp_size 1"),
+        ) or sizes.find_problems(
+            self.layer_types or (), self.num_attention_heads, self.tp_size
         )  # fmt: skip
 
     def _find_contradictions(self) -> Problems:
@@ -330,8 +381,8 @@ class ModelConfig:
         """Sizes of MLPs that all ranks share; experts have a division of their own."""
         if self.experts is None:
             return [self.intermediate_size]
-        dense = [self.intermediate_size] if self.experts.num_dense_layers else []
-        return [self.experts.shared_inner, *dense]
+        has_mlp = self.experts.num_dense_layers or self.arithmetic.adds_experts
+        return [self.experts.shared_inner, *([self.intermediate_size] if has_mlp else [])]
 
 
 # The least and the largest of the fields that are whole numbers, and the positive numbers.

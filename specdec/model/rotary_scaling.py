@@ -24,6 +24,8 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor",),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    # The first share of a head's pairs is rotated, by the frequencies of a whole head.
+    "proportional": (("partial_rotary_factor",), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }  # fmt: skip
 TYPE_KEYS = ("rope_type", "type")

@@ -21,8 +21,12 @@ OFFSETS = "d2t"
 NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET))
 # What a token's choice among a layer's experts is computed with.
 ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
+# What the names of experts beside an MLP begin with, within the layer.
+ADDED_EXPERTS = "mlp.experts."
 # A score of each query head, see `Architecture.has_sinks`.
 SINKS = "attention.sinks"
+# The table of what each layer reads of a token besides the layer before it, and its numbers' norm.
+LAYER_INPUTS, LAYER_INPUT_NORM = "transformer.layer_inputs.weight", "transformer.layer_input_norm"
 # What the names of a layer of linear attention begin with, within the layer.
 LINEAR_MODULE = "linear_attention."
 CONV_MODULE = "short_conv."  # of a layer with a short convolution
@@ -97,6 +101,13 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
         tensors["transformer.position_embedding.weight"] = TensorSpec(
             (model.max_position_embeddings, hidden), embedding_shard
         )
+    if model.layer_sizes is not None and (size := model.layer_sizes.input_size):
+        width = model.num_hidden_layers * size
+        tensors |= {
+            LAYER_INPUTS: TensorSpec((model.layer_sizes.input_vocab_size, width), Shard.REPLICATED),
+            "transformer.layer_input_proj.weight": TensorSpec((width, hidden), Shard.REPLICATED),
+            f"{LAYER_INPUT_NORM}.weight": TensorSpec((size,), Shard.REPLICATED),
+        }
     for layer in range(model.num_hidden_layers):
         prefix = f"transformer.layers.{layer}."
         tensors |= {prefix + name: spec for name, spec in list_layer_tensors(model, layer).items()}
@@ -149,25 +160,51 @@ def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSp
     """Every tensor of a layer, whole, by its name within the layer."""
     arithmetic = model.arithmetic
     tensors = list_norm(model, "input_layernorm")
-    sizes, hidden = model.get_recurrence(layer), model.hidden_size
-    if isinstance(sizes, ShortConvSizes):
-        tensors |= _list_short_conv(sizes, hidden)
-    elif sizes is not None:
-        tensors |= _list_linear(sizes, hidden)
+    recurrence, hidden = model.get_recurrence(layer), model.hidden_size
+    if isinstance(recurrence, ShortConvSizes):
+        tensors |= _list_short_conv(recurrence, hidden)
+    elif recurrence is not None:
+        tensors |= _list_linear(recurrence, hidden)
     else:
-        tensors |= _list_attention(model)
-    tensors |= _list_mlp(model, layer)
+        has_keys, sizes = model.get_source(layer) is None, model.resize(layer)
+        for name, spec in _list_attention(sizes, has_keys=has_keys).items():
+            owner = sizes if sizes is not model and spec.shard is Shard.QKV else None
+            tensors[name] = dataclasses.replace(spec, owner=owner)
+    tensors |= _list_mlp(model.resize(layer), layer)
     if not arithmetic.is_parallel:
         tensors |= list_norm(model, "post_layernorm")
     if arithmetic.inner_norms:  # whose post_layernorm is of what attention yields
         for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
             tensors |= list_norm(model, name)
+    return tensors | _list_uneven(model)
+
+
+def _list_uneven(model: ModelConfig) -> dict[str, TensorSpec]:
+    """List the tensors of a layer that no usual layer has."""
+    arithmetic, tensors = model.arithmetic, dict[str, TensorSpec]()
+    if arithmetic.adds_experts:
+        tensors |= _list_added_experts(model)
+    if model.layer_sizes is not None and (size := model.layer_sizes.input_size):
+        shape = (size, model.hidden_size)
+        tensors |= {
+            "input_gate.weight": TensorSpec(shape, Shard.REPLICATED),
+            "input_proj.weight": TensorSpec(shape[::-1], Shard.REPLICATED),
+        }
+        tensors |= list_norm(model, "post_input_layernorm")
+    if arithmetic.scales_layers:
+        tensors["scalar.weight"] = TensorSpec((1,), Shard.REPLICATED)
     return tensors
 
 
-def _list_attention(model: ModelConfig) -> dict[str, TensorSpec]:
-    """List the tensors of a layer that attends to keys."""
+def _list_attention(model: ModelConfig, *, has_keys: bool) -> dict[str, TensorSpec]:
+    """List the tensors of a layer that attends to keys, its own or those of an earlier layer."""
     q_size = model.num_attention_heads * model.head_size
+    if not has_keys:
+        return {
+            "attention.q.weight": TensorSpec((q_size, model.hidden_size), Shard.ROWS),
+            "attention.dense.weight": TensorSpec((model.hidden_size, q_size), Shard.COLUMNS),
+            "attention.q_layernorm.weight": TensorSpec((model.head_size,), Shard.REPLICATED),
+        }
     qkv_size = q_size * model.query_parts + 2 * model.num_key_value_heads * model.head_size
     tensors = {
         "attention.qkv.weight": TensorSpec((qkv_size, model.hidden_size), Shard.QKV),
@@ -238,9 +275,10 @@ def _list_mlp(model: ModelConfig, layer: int) -> dict[str, TensorSpec]:
     A mixture's MLP has gate and fc in one, the activated half first.
     """
     arithmetic, hidden, inner = model.arithmetic, model.hidden_size, model.intermediate_size
-    if (experts := model.get_experts(layer)) is not None:
+    experts = None if arithmetic.adds_experts else model.get_experts(layer)
+    if experts is not None:
         return _list_experts(experts, hidden, has_bias=model.has_mlp_bias)
-    if model.experts is not None:
+    if arithmetic.mlp == "experts":
         return {
             f"{DENSE_MODULE}fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
             f"{DENSE_MODULE}proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
@@ -260,6 +298,21 @@ def _list_mlp(model: ModelConfig, layer: int) -> dict[str, TensorSpec]:
         if arithmetic.mlp == "gated":
             mlp["mlp.gate.bias"] = TensorSpec(fc.shape[:1], fc.shard)
     return mlp
+
+
+def _list_added_experts(model: ModelConfig) -> dict[str, TensorSpec]:
+    """List the tensors of experts beside an MLP: theirs, and the norms that bring both together."""
+    assert model.experts is not None
+    experts = _list_experts(model.experts, model.hidden_size, has_bias=False)
+    tensors = {
+        name if name == ROUTER else name.replace("mlp.", ADDED_EXPERTS): spec
+        for name, spec in experts.items()
+    } | {
+        "mlp.router.scale": TensorSpec((model.hidden_size,), Shard.REPLICATED),
+        "mlp.router.per_expert_scale": TensorSpec((model.experts.num,), Shard.REPLICATED),
+    }
+    names = ("mlp.post_layernorm", "mlp.experts.pre_layernorm", "mlp.experts.post_layernorm")
+    return tensors | {key: spec for name in names for key, spec in list_norm(model, name).items()}
 
 
 def _list_experts(experts: Experts, hidden: int, *, has_bias: bool) -> dict[str, TensorSpec]:

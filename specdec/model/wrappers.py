@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 WRAPPERS = (
-    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",

@@ -36,8 +36,8 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
     "raw": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
-# Keys of a config.json for the tokens in whose places images and videos are put.
-IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
+# Keys of a config.json for the tokens in whose places images, videos and sounds are put.
+IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 # What apply_chat_template takes besides the template's own variables.
 RESERVED = frozenset((
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",

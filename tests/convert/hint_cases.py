@@ -221,7 +221,7 @@ FLAGS = [
     Case("leave --quantization and its options out", "fp8-static", flags(quantization="fp8_pc_pt"),
          flags(quantization=None)),
     Case("leave --quantization out, or give --dequantize: specdec-build --quantization rounds the"
-         " layers of hybrids", "qwen3_5", flags(quantization="fp8_pc_pt"),
+         " layers of such models", "qwen3_5", flags(quantization="fp8_pc_pt"),
          flags(quantization=None)),
     Case("leave --quantization out, or give --dequantize: quantized experts are not supported yet",
          "mixtral", flags(quantization="fp8_pc_pt"), flags(quantization=None)),

@@ -27,12 +27,14 @@ from tests.convert.hint_scenes import (
     write,
 )
 from tests.families import make_family_model
+from tests.parity.models import make_model
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 SHARING = flags(
     trtllm_version="0.14", use_embedding_sharing=True, use_parallel_embedding=True,
     embedding_sharding_dim=1, tp_size=2,
 )  # fmt: skip
+make_gemma4 = remake(lambda root: make_model(root / "model", "Gemma4ForCausalLM-equal_values"))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
         "original_max_position_embeddings": 32}  # fmt: skip
 
@@ -144,6 +146,23 @@ CHECKPOINTS = [
          [put("qwen3_5", "checkpoint", converts=True), put("redrafter67", "drafter"),
           section("checkpoint", name="linear_attention", extra=1)],
          section("checkpoint", name="linear_attention", extra="ABSENT")),
+]  # fmt: skip
+
+GEMMA4 = [
+    Case(hint, "llama", [make_gemma4, keys(**values)], None)
+    for hint, values in (
+        ("Gemma 4 is supported without biases", {"attention_bias": True}),
+        ("layers of {} are supported as default, of {} as proportional", {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}}),
+        ("models are supported whose layers of {} have heads of their own, all alike",
+         {"per_layer_config": {"0": {"head_dim": 8}}}),
+    )
+]  # fmt: skip
+GEMMA4 += [
+    Case("use pp_size 1", "llama", [make_gemma4, flags(pp_size=2)], flags(pp_size=1)),
+    Case("check the source model's config.json", "llama",
+         [make_gemma4, keys(num_kv_shared_layers=9)], keys(num_kv_shared_layers=0)),
+    Case("use a tp_size of {}", "llama", [make_gemma4, flags(tp_size=3)], flags(tp_size=2)),
 ]  # fmt: skip
 
 FILES = [

@@ -51,7 +51,7 @@ from tests.families import (
 from tests.parity.models import VARIANTS
 
 NAMES = [family.name for family in FAMILIES.values()]
-ROTARY = [name for name in NAMES if name not in ("gpt2", "opt")]
+ROTARY = [name for name in NAMES if name not in ("gemma4", "gpt2", "opt")]
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -322,6 +322,8 @@ def list_layouts() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     own, tied = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
     six = {"heads": 6, "kv_heads": 3, "hidden": 48, "layers": 4}
     for family in NAMES:
+        if family == "gemma4":  # whose layers are of several sizes: tests/parity has them
+            continue
         for sizes, tp_size, dim in (
             (own, 2, 0), (own, 4, None), (tied, 1, None), (tied, 2, 1), (tied, 8, 0),
         ):  # fmt: skip
@@ -330,7 +332,7 @@ def list_layouts() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield family, six, {"tp_size": 3, "pp_size": 4}
     yield "llama", six, {"tp_size": 3}
     yield "gpt2", six, {"pp_size": 2}
-    for family in EXPERTS:
+    for family in sorted(set(EXPERTS) - {"gemma4"}):
         version = "1.2" if family in NOT_IN_014 else "0.14"
         for tp_size, ep_size in ((2, 2), (4, 2), (4, 4)):
             flags = {"tp_size": tp_size, "moe_ep_size": ep_size, "trtllm_version": version}
@@ -421,7 +423,7 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("family", [family for family in EXPERTS if family != "gpt_oss"])
+@pytest.mark.parametrize("family", sorted(set(EXPERTS) - {"gemma4", "gpt_oss"}))
 def test_experts_in_one_tensor(
     family: str, kind: str, make: Maker, tmp_path: Path, convert: Converter
 ) -> None:

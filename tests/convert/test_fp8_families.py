@@ -19,7 +19,8 @@ from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
 from tests.families import CLASSES, HYBRIDS, make_family_model
 
-NOT_QUANTIZED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *HYBRIDS)  # mixtures, and hybrids
+# Mixtures, hybrids, and layers of several sizes.
+NOT_QUANTIZED = ("gemma4", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *HYBRIDS)
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 8
 KINDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "c_attn": "qkv", "qkv_proj": "qkv"}
 

@@ -33,7 +33,8 @@ MAX_GROWTH = 300 << 20  # bytes that the process may grow by in a test, leftover
 TARGETS = {
     "gemma": "gemma_mha", "gpt2": "gpt2_tiny", "llama": "llama_gqa", "mistral": "mistral_swa",
     "opt": "opt_tiny", "phi": "phi2", "phi3": "phi3", "qwen2": "qwen2_gqa", "ministral": None,
-    "gemma2": "gemma2_mqa", "gemma3": None, "granite": None, "qwen3": None, "seed_oss": None,
+    "gemma2": "gemma2_mqa", "gemma3": None, "gemma4": None,
+    "granite": None, "qwen3": None, "seed_oss": None,
     "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
     "qwen3_moe": None, "ministral3": None, "qwen3_5": None, "qwen3_5_moe": None, "qwen3_next": None,
     "gpt_oss": None,

@@ -206,7 +206,7 @@ FAMILY_CASES = [
     *(
         (f, "gptq-whole-rows" if f.endswith("_moe") else "gptq-act-order")
         for f in CLASSES
-        if f not in HYBRIDS
+        if f not in (*HYBRIDS, "gemma4")
     ),
     *((family, "awq") for family in ("qwen2", "phi3", "gpt2")),
 ]

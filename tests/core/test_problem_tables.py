@@ -53,6 +53,7 @@ ELSEWHERE = {
     "specdec/model/experts.py": "tests/convert/test_hints.py",
     "specdec/model/linear_attention.py": "tests/convert/test_hints.py",
     "specdec/model/short_conv.py": "tests/convert/test_hints.py",
+    "specdec/model/layer_sizes.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/config.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/inventory.py": "tests/convert/test_hints.py",
     "specdec/trtllm/engine_folder.py": "tests/trtllm/test_engine_folder.py",

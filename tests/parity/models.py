@@ -41,6 +41,12 @@ _GPT_OSS = {
     "num_experts_per_tok": 3, "sliding_window": WINDOW, "intermediate_size": 40,
 }  # fmt: skip
 _PHI3 = {**_GQA, "pad_token_id": 0}
+_GEMMA4 = {
+    **_GQA, "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
+    "sliding_window": WINDOW, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "pad_token_id": 0,
+}  # fmt: skip
 _LINEAR = {
     "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 16, "linear_value_head_dim": 24,
@@ -161,6 +167,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "caps": {
             **_GQA, "head_dim": 16, "num_key_value_heads": 1, "sliding_window": WINDOW,
             "final_logit_softcapping": 9.0, "attention_bias": True,
+        },
+    },
+    "Gemma4ForCausalLM": {
+        "equal_values": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "mixture": {
+            **_GEMMA4, "num_hidden_layers": 3, "enable_moe_block": True, "num_experts": 12,
+            "top_k_experts": 4, "moe_intermediate_size": 40, "final_logit_softcapping": 9.0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        "tables": {
+            **_GEMMA4, "num_key_value_heads": 1, "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": VOCAB,
         },
     },
     "GraniteForCausalLM": {
@@ -295,20 +315,23 @@ def make_model(
         for key, weight in (*model.named_parameters(), *biases):
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1 and ("norm" in key or ".ln_" in key) and key.endswith("weight"):
-                is_less = "Gemma" in architecture or (
+                is_less = architecture[: -len("ForCausalLM")] in ("Gemma", "Gemma2", "Gemma3") or (
                     hasattr(model.config, "linear_num_key_heads") and "linear_attn" not in key
                 )
                 weight.copy_((0.0 if is_less else 1.0) + 0.1 * noise)
             elif weight.dim() == 1:
-                weight.copy_(0.3 * noise)
+                weight.copy_((1.0 if key.endswith("scale") else 0.0) + 0.3 * noise)
             elif "embed" in key or ".wte." in key or ".wpe." in key:
                 # Where it is the head too, larger ones would repeat each token for ever; Gemma
                 # multiplies by the square root of the hidden size, and norms what is added to it.
                 scale = 0.5 if model.config.tie_word_embeddings else 1.0
-                divisors = {"Gemma": 8, "Gemma2": 32, "Gemma3": 32}
+                divisors = {"Gemma": 8, "Gemma2": 32, "Gemma3": 32, "Gemma4": 32}
                 weight.copy_(noise * scale / divisors.get(architecture[: -len("ForCausalLM")], 1))
             else:
                 inputs = weight.shape[0] if architecture == "GPT2LMHeadModel" else weight.shape[1]
                 weight.copy_(noise * (2.0 / inputs**0.5))
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.3 * torch.rand(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
