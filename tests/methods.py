@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
@@ -14,6 +16,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
+from specdec.train.ngrams.counts import count_ngrams, join_texts, make_table
 from tests.conftest import (
     make_dflash_drafter,
     make_drafter,
@@ -70,6 +73,13 @@ def build_methods(
         call("convert", "--model-dir", source, "--output-dir", checkpoint, *flags, *convert)
         flags = EXTERNAL if name == "pair" else ()
         call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, *flags, *build)
+
+
+def make_ngram_table(texts: Sequence[Sequence[int]], path: Path, *, num_tokens: int) -> None:
+    """Write a table of all n-grams of some texts, up to 3 tokens before the next."""
+    corpus = join_texts([np.array(text) for text in texts])
+    orders = count_ngrams(corpus, max_order=3, min_count=1, num_continuations=4, least_news=0.0)
+    make_table(orders, num_tokens=num_tokens, sha256="none").write(path)
 
 
 def use_method(engine: TorchEngine, method: str) -> None:

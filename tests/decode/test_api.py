@@ -33,7 +33,7 @@ from specdec.text.encoding import TEMPLATES
 from specdec.text.text_stream import TextStream
 from tests.conftest import change_tensors, make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
-from tests.methods import build_methods
+from tests.methods import build_methods, make_ngram_table
 
 PROMPTS = [[5, 9, 77, 3], [64], list(range(20, 50)), [7, 7, 8], [100, 3, 55]]
 LIMIT = 24
@@ -49,6 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lookahead = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
     build_methods(target, "lookahead", build=["--max-batch-size", 3, *lookahead])
     build_methods(target, "medusa", "eagle", "dflash", "mtp")
+    texts = continue_by_transformers(target, PROMPTS[:2], LIMIT)  # of the others it knows little
+    make_ngram_table(texts, target.parent / "table.safetensors", num_tokens=128)
     return target.parent
 
 
@@ -67,6 +69,11 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
         method, options = "pair", options | {"prompt_lookup_num_tokens": 4}
     elif method == "suffix":
         method, options = "pair", options | {"suffix_max_tokens": 4}
+    elif method in ("ngram", "suffix+ngram"):
+        options |= {"ngram_table": folder / "table.safetensors"}
+        if method != "ngram":
+            options |= {"draft_chain": method, "suffix_max_tokens": 4}
+        method = "pair"
     elif method == "eagle, dynamic":
         method = "eagle"
         options |= {"eagle_use_dynamic_tree": True, "eagle_tree_tokens": 8}
@@ -83,7 +90,7 @@ def load(folder: Path, method: str = "redrafter", **options: Any) -> Engine:
 
 METHODS = [
     "plain", "redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "mtp", "draft_target",
-    "draft_target, logits", "prompt_lookup", "suffix", "lookahead",
+    "draft_target, logits", "prompt_lookup", "suffix", "ngram", "suffix+ngram", "lookahead",
 ]  # fmt: skip
 
 

@@ -20,7 +20,10 @@ from specdec.errors import SpecDecError
 from specdec.files.ngrams import SHARE_STEPS, NgramTable, hash_tokens, read_ngrams
 from specdec.methods.ngram import NgramOptions
 from specdec.train.ngrams.counts import LEAST_SHARE, count_ngrams, join_texts, make_table
+from specdec.train.ngrams.pipeline import read_texts
+from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, make_counter, run_cli_here
+from tests.methods import make_ngram_table
 
 VOCABULARY = 9
 
@@ -188,9 +191,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     call("convert", "--model-dir", parent / "counter", "--output-dir", parent / "ckpt")
     call("build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "engine")
     text = [number % 32 for number in range(200)]
-    corpus = join_texts([np.array(text)])
-    orders = count_ngrams(corpus, max_order=2, min_count=1, num_continuations=4, least_news=0.0)
-    make_table(orders, num_tokens=32, sha256="none").write(parent / "table.safetensors")
+    make_ngram_table([text], parent / "table.safetensors", num_tokens=32)
     return parent
 
 
@@ -213,7 +214,7 @@ def test_drafts_are_verified(counter: Path) -> None:
 def test_a_table_of_another_tokenizer_is_refused(counter: Path, tmp_path: Path) -> None:
     large = tmp_path / "large.safetensors"
     table = read_ngrams(counter / "table.safetensors")
-    NgramTable(table.keys, table.counts, table.tokens, table.shares, 2, 10**6, "none").write(large)
+    NgramTable(table.keys, table.counts, table.tokens, table.shares, 3, 10**6, "none").write(large)
     run = run_cli_here(
         "run", "--engine-dir", counter / "engine", "--input-file", write_ids(tmp_path),
         "--ngram-table", large,
@@ -243,3 +244,77 @@ def test_a_table_of_the_tokenizer_drafts_by_default(
     assert defaults.find_table(Words(100)) == tmp_path / "b.safetensors"
     assert defaults.find_table(Words(89)) is None
     assert defaults.find_table(None) is None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_llama(tmp_path_factory.mktemp("tokenizer"), seed=3)
+    make_tokenizer(folder)
+    return folder
+
+
+def write_rows(path: Path, *rows: Mapping[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_answers_of_data_are_counted(tokenizer: Path, tmp_path: Path) -> None:
+    """Not what users ask, nor prompts, nor answers that are not to be learned."""
+    answer, silent = {"role": "assistant"}, {"role": "user", "content": "asked"}
+    rows = (
+        {"text": "a b c"}, {"prompt": "never", "completion": " d e"},
+        {"messages": [silent, {**answer, "content": "f g"}, silent,
+                      {**answer, "content": "unlearned", "weight": 0}]},
+    )  # fmt: skip
+    texts: list[str] = []
+    paths = [write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "plain.txt"]
+    paths[1].write_text("h i", encoding="utf-8")
+    texts.extend(read_texts(paths))
+    assert texts == ["a b c", " d e", "f g", "h i"]
+    output = tmp_path / "table.safetensors"
+    run = run_cli_here(
+        "train", "ngrams", "--data", *paths, "--tokenizer-dir", tokenizer, "--output", output,
+        "--min-count", 1, "--min-difference", 0, "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert (report["texts"], report["bytes"]) == (4, output.stat().st_size)
+    table = read_ngrams(output)
+    assert sum(report["contexts"]) == len(table.keys)
+
+
+@pytest.mark.parametrize(("name", "content", "fact", "hint"), [
+    ("absent.jsonl", None, "does not exist", "check the path"),
+    ("empty.jsonl", "", "is empty", "give a file"),
+    ("table.csv", "a,b", "is none of .jsonl", "unpack or rewrite"),
+    ("bad.jsonl", "{", "line 1 cannot be used", "write JSON objects"),
+    ("short.jsonl", '{"text": ""}\n', "no n-gram", "give files with answers"),
+])  # fmt: skip
+def test_data_without_ngrams_is_refused(
+    tokenizer: Path, tmp_path: Path, name: str, content: str | None, fact: str, hint: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    output = tmp_path / "table.safetensors"
+    flags = ("--data", path, "--tokenizer-dir", tokenizer, "--output", output)
+    run = run_cli_here("train", "ngrams", *flags)
+    assert run.returncode == 1
+    assert fact in run.stderr
+    assert hint in run.stderr
+    assert not output.exists()
+
+
+def test_a_table_is_not_replaced_unasked(tokenizer: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"text": "a b c a b c"})
+    output = tmp_path / "table.safetensors"
+    output.write_bytes(b"kept")
+    words = ("train", "ngrams", "--data", path, "--tokenizer-dir", tokenizer)
+    run = run_cli_here(*words, "--output", output)
+    assert (run.returncode, output.read_bytes()) == (1, b"kept")
+    assert "--force to replace it" in run.stderr
+    assert run_cli_here(*words, "--output", output, "--force").returncode == 0
+    assert len(read_ngrams(output).keys) > 0
+    run = run_cli_here(*words, "--output", tmp_path / "nowhere" / "table.safetensors")
+    assert run.returncode == 1
+    assert "there is no folder" in run.stderr

@@ -47,7 +47,7 @@ def make_ngram_table(settings: NgramTableSettings) -> dict[str, Any]:
             f"--output {settings.output} exists", "give another path, or --force to replace it"
         )
     tokenizer = load_tokenizer(settings.tokenizer_dir)
-    corpus = join_texts(_encode(_read_texts(paths), tokenizer))
+    corpus = join_texts(_encode(read_texts(paths), tokenizer))
     num_texts = int((corpus < 0).sum())
     if len(corpus) - num_texts < 2:
         raise SpecDecError(
@@ -68,7 +68,7 @@ def make_ngram_table(settings: NgramTableSettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_texts(paths: list[Path]) -> Iterator[str]:
+def read_texts(paths: list[Path]) -> Iterator[str]:
     """Yield what may be drafted: answers, and texts as they are."""
     for path in paths:
         if path.suffix == ".txt":
