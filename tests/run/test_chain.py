@@ -176,7 +176,11 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         pace, chosen = Pace(4, CostTable(steps=steps, drafts=(free, dear)), max_depths=(4, 4)), 0
         for _ in range(200):
             pace.plan([100])
-            (value,) = pace.value(np.cumprod([[rate] * 4], axis=1))
+            chances = np.cumprod([[rate] * 4], axis=1)
+            pace.note_first(chances.tolist())
+            if pace.left_out:  # the lookup drafts alone
+                pace.choose(chances)
+            (value,) = pace.value(chances)
             is_best = pace.is_best(0, value, 1)
             chosen += is_best
             pace.drafters[0].record([value])

@@ -260,3 +260,31 @@ def test_what_costs_next_to_nothing_is_read() -> None:
     size = choose_chunk(make_costs(step=MANY, prompts=MANY), 1, 1)
     assert MANY(size) <= LEAST_TIMES * MANY(1) <= MANY(size + 1)
     assert make_grid(MANY).estimate(1, np.array([1])).tolist() == [MANY(1)]
+
+
+@pytest.mark.parametrize(("price", "rate", "is_alone"), [(0.3, 0.3, True), (0.1, 0.9, False)])
+def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
+    price: float, rate: float, is_alone: bool
+) -> None:
+    """And is tried with the others again; where those pay, it is not left alone."""
+    cheap, dear = (make_grid(lambda _, cost=cost: cost) for cost in (0.02, price))
+    costs = CostTable(
+        steps=make_grid(lambda tokens: 1.0 + 0.02 * tokens), drafts=(cheap, dear), reading=0.0
+    )
+    pace = Pace(4, costs, max_depths=(4, 4))
+    chances = {n: np.cumprod([share] * 4)[None].tolist() for n, share in ((0, 0.5), (1, rate))}
+    drafting, alone = 0, []
+    for at in range(600):
+        if not pace.plan([1000], unread_counts=(0, 0)):
+            continue
+        pace.note_first(chances[0])
+        drafter = 0 if 1 in pace.left_out else 1
+        size = 1 + pace.choose(chances[drafter])
+        right = [(at * 37 + n * 61) % 100 < (50, 100 * rate)[drafter] for n in range(size - 1)]
+        calls = [(0, 1, 1), (1, 1, 1)][: drafter + 1]
+        pace.record(size, [1 + [*right, False].index(False)], calls)
+        drafting += 1
+        alone.append(drafter == 0)
+    assert drafting > 400
+    assert (np.mean(alone) > 0.7) == is_alone
+    assert not all(alone), "the chain is tried"

@@ -204,6 +204,7 @@ class Promise:
             self._weight = PRIOR_DRAFTS
             recorded_sizes = np.minimum(np.arange(max_tokens), len(record.gains) - 1)
             first_gains = np.array(record.gains)[recorded_sizes]
+        self._first_gains = first_gains
         self._gain_sums = self._weight * first_gains
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
@@ -228,6 +229,13 @@ class Promise:
         self._reached_tokens = kept_share * self._reached_tokens + new_weight
         usual_rate = float(self._usual_gains[:1].sum())
         self._accepted_tokens = kept_share * self._accepted_tokens + new_weight * usual_rate
+
+    def forget(self) -> None:
+        """Believe a little more what was believed at first, as of drafts that are not tried."""
+        self._gain_sums = KEPT_LONG_WEIGHT * self._gain_sums
+        self._weight *= KEPT_LONG_WEIGHT
+        self._gain_sums += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS * self._first_gains
+        self._weight += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS
 
     def expect_seconds(self, seconds: Array) -> Array:
         """Return the expected seconds of steps in which at most so many nodes are verified.

@@ -44,6 +44,9 @@ class Pace:
     tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
     as promise more tokens than the time that verifying them takes would emit.
 
+    Of a chain, the first drafter drafts alone while that promises more than all of them: what its
+    drafts promise is known from every step, and the others are tried again after a while.
+
     An `Account` is kept: nothing is drafted that could lose more than it allows, if none of it were
     accepted. A plan serves for some steps, since it takes time. No clock is read: what everything
     costs stands in the table.
@@ -66,7 +69,10 @@ class Pace:
         self.calibration = Calibration(record, recorded_drafter)
         self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
         self.left_out: frozenset[int] = frozenset()  # drafters that would have too much to read
-        self.promise = Promise(max_tokens, is_chain=is_planned, record=record)
+        # Of the whole chain, and of its first drafter alone.
+        self.chain_promise = Promise(max_tokens, is_chain=is_planned, record=record)
+        self.first_promise = Promise(max_tokens, is_chain=False)
+        self.promise = self.chain_promise  # of those who draft by the last plan
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
@@ -80,14 +86,15 @@ class Pace:
         self._gain = 1.0  # that rate by the rate of plain steps
         self._loss_allowance = math.inf  # seconds that the step may lose
         # Of drafts, still to be learned from: requests, promised tokens, nodes of the largest.
-        self._promises: list[tuple[int, list[float], int]] = []
+        self._promises: list[tuple[Promise, int, list[float], int]] = []
 
     # ---- Before a step.
 
     def start(self, num_texts: int) -> None:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
         self.learn()
-        self.promise.start(min(1.0, num_texts / max(1, self._num_rows)))
+        for promise in (self.chain_promise, self.first_promise):
+            promise.start(min(1.0, num_texts / max(1, self._num_rows)))
         self._planless_steps = 0
 
     def plan(
@@ -110,14 +117,32 @@ class Pace:
         if is_kept and self.list_readers(unread_counts) <= self.left_out:
             return True
         self.learn()
-        self.left_out = frozenset()
+        self.left_out, self.promise = frozenset(), self.chain_promise
         draft_seconds = self._price(num_positions)
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         if not self._may_all_read(unread_counts, seconds_ahead):
             self.left_out = self.list_readers(unread_counts)
             draft_seconds = self._price(num_positions)
+        draft_seconds = self._shorten_chain(draft_seconds, num_positions)
         self._decide(draft_seconds, self._count_unread(unread_counts), seconds_ahead)
         return self.drafts_on
+
+    def _shorten_chain(self, draft_seconds: Array, num_positions: int) -> Array:
+        """Let the first drafter draft alone where that promises more; return what drafts take.
+
+        draft_seconds: of the whole chain, [sizes].
+        """
+        whole_left_out, whole_gain = self.left_out, self._gain
+        if len(self.drafters) == 1 or 0 in whole_left_out:
+            return draft_seconds
+        self.left_out = frozenset(range(1, len(self.drafters)))
+        self.promise = self.first_promise
+        first_seconds = self._price(num_positions)
+        if self._gain > whole_gain:
+            self.chain_promise.forget()
+            return first_seconds
+        self.left_out, self.promise = whole_left_out, self.chain_promise
+        return self._price(num_positions)
 
     def _decide(self, draft_seconds: Array, num_unread: int, seconds_ahead: float) -> None:
         """Decide whether to draft, and for how many steps that holds.
@@ -309,6 +334,18 @@ class Pace:
         values = [self.value_drafter(number, num_left) for number in later_drafters]
         return value > 0 and value >= max(values, default=0.0)
 
+    def note_first(self, chances: Sequence[Sequence[float]]) -> None:
+        """Take what drafts of the first drafter promise, of which another one's may take the place.
+
+        chances: [B, N] of each row's paths, best first, then zeros.
+        """
+        if self.promise is not self.first_promise:
+            totals = [float(sum(column)) for column in zip(*chances, strict=True)]
+            totals = (totals + [0.0] * self.max_tokens)[: self.max_tokens]
+            size = sum(total > 0 for total in totals)
+            gains = [*itertools.accumulate(totals)]
+            self._promises.append((self.first_promise, len(chances), gains, size))
+
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
         """Return how many nodes of each row to verify besides the root.
 
@@ -332,7 +369,7 @@ class Pace:
             usual_gains = itertools.accumulate(level_gains)
             promised_gains = [*map(max, promised_gains, usual_gains)]
         # What a draft of this kind promises, whatever is verified of it.
-        self._promises.append((len(chances), promised_gains, size))
+        self._promises.append((self.promise, len(chances), promised_gains, size))
         return max(best_size, int(self.is_trial))
 
     # ---- After it.
@@ -367,7 +404,7 @@ class Pace:
 
     def learn(self) -> None:
         """Learn from the newest steps."""
-        for promise in self._promises:
-            self.promise.take_promised(*promise)
+        for promise, *promised in self._promises:
+            promise.take_promised(*promised)
         self._promises = []
         self.calibration.learn()

@@ -187,7 +187,10 @@ class PacedDrafter(Drafter):
         if len(self.groups) == 1:
             return []
         pace, num_rows = self.pace, len(rows)
-        values = pace.value(np.array(self._rank(drafts)[0])).tolist()
+        chances = self._rank(drafts)[0]
+        if group == 0:
+            pace.note_first(chances)
+        values = pace.value(np.array(chances)).tolist()
         pace.drafters[group].record(values)
         if group == len(self.groups) - 1:
             return []
