@@ -267,7 +267,7 @@ def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
     price: float, rate: float, is_alone: bool
 ) -> None:
     """And is tried with the others again; where those pay, it is not left alone."""
-    cheap, dear = (make_grid(lambda _, cost=cost: cost) for cost in (0.02, price))
+    cheap, dear = make_grid(lambda _: 0.02), make_grid(lambda _: price)
     costs = CostTable(
         steps=make_grid(lambda tokens: 1.0 + 0.02 * tokens), drafts=(cheap, dear), reading=0.0
     )

@@ -85,7 +85,8 @@ class Pace:
         self._rate = 0.0  # tokens per second that the plan promised
         self._gain = 1.0  # that rate by the rate of plain steps
         self._loss_allowance = math.inf  # seconds that the step may lose
-        # Of drafts, still to be learned from: requests, promised tokens, nodes of the largest.
+        # Of drafts, still to be learned from: whose they are, requests, promised tokens, and nodes
+        # of the largest.
         self._promises: list[tuple[Promise, int, list[float], int]] = []
 
     # ---- Before a step.
@@ -404,7 +405,7 @@ class Pace:
 
     def learn(self) -> None:
         """Learn from the newest steps."""
-        for promise, *promised in self._promises:
-            promise.take_promised(*promised)
+        for promise, num_rows, promised_gains, size in self._promises:
+            promise.take_promised(num_rows, promised_gains, size)
         self._promises = []
         self.calibration.learn()
