@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     )
     shape = argparse.Namespace(
         model_dir=args.model_dir, num_tokens=8, drafter_weights="same", eagle_choices=None,
-        quantization=None, draft_budget="fixed",
+        quantization=None, draft_budget="fixed", default=False,
     )  # fmt: skip
     with field.open_engine(shape, args.output_dir / name) as bench:
         settings = RunSettings(engine_dir=Path(), max_output_len=args.max_output_len)

@@ -103,7 +103,7 @@ def measure_ways(show: Show) -> list[dict[str, Any]]:
     settings = RunSettings(engine_dir=Path(), max_output_len=MAX_OUTPUT_LEN)
     args = argparse.Namespace(
         model_dir=show.model, num_tokens=NUM_TOKENS, quantization=None, draft_vocabulary="same",
-        draft_budget="auto", drafter_weights="same", eagle_choices=None,
+        draft_budget="auto", drafter_weights="same", eagle_choices=None, default=False,
     )  # fmt: skip
     table: list[dict[str, Any]] = []
     drafters: list[tuple[str | None, Path | None]] = [(None, None), *show.find_drafters().items()]

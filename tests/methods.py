@@ -10,10 +10,13 @@ import numpy as np
 
 from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.lookahead import LookaheadDrafter
+from specdec.decode.drafters.ngram import NgramDrafter
 from specdec.decode.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.decode.engine import TorchEngine
+from specdec.files.ngrams import NgramTable
 from specdec.methods.lookahead import LookaheadConfig
+from specdec.methods.ngram import NgramOptions
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.suffix import SuffixOptions
 from specdec.train.ngrams.counts import count_ngrams, join_texts, make_table
@@ -75,11 +78,15 @@ def build_methods(
         call("build", "--checkpoint-dir", checkpoint, "--output-dir", engine, *flags, *build)
 
 
-def make_ngram_table(texts: Sequence[Sequence[int]], path: Path, *, num_tokens: int) -> None:
-    """Write a table of all n-grams of some texts, up to 3 tokens before the next."""
+def count_table(texts: Sequence[Sequence[int]], num_tokens: int) -> NgramTable:
+    """Count all n-grams of some texts, up to 3 tokens before the next."""
     corpus = join_texts([np.array(text) for text in texts])
     orders = count_ngrams(corpus, max_order=3, min_count=1, num_continuations=4, least_news=0.0)
-    make_table(orders, num_tokens=num_tokens, sha256="none").write(path)
+    return make_table(orders, num_tokens=num_tokens, sha256="none")
+
+
+# Of whatever model's tokens: each with the numbers behind it.
+TABLE = count_table([[(start + step) % 60 for step in range(9)] for start in range(60)], 60)
 
 
 def use_method(engine: TorchEngine, method: str) -> None:
@@ -92,6 +99,8 @@ def use_method(engine: TorchEngine, method: str) -> None:
         engine.use_method(method, PromptLookupDrafter(lookup))
     elif method == "suffix":
         engine.use_method(method, SuffixDrafter(SuffixOptions(max_tokens=6, min_probability=0)))
+    elif method == "ngram":
+        engine.use_method(method, NgramDrafter(NgramOptions(path=Path(), max_tokens=6), TABLE))
     elif method == "lookahead":
         engine.use_method(method, LookaheadDrafter(LookaheadConfig(3, 3, 3), engine.decoder))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdec.files.ngrams import hash_tokens
 from specdec.measure.diagnose import diagnose
 from specdec.measure.pipeline import run_bench
 from specdec.measure.settings import BenchSettings, DiagnoseSettings
 from specdec.methods import METHODS
+from specdec.text.pretrained import load_tokenizer
 from tests.bench.conftest import PLAIN_CHECKPOINT
 from tests.engines import call
+from tests.methods import TABLE
 
 Case = dict[str, Any]  # settings of a command
 
@@ -46,6 +50,16 @@ def use_suffix(request: pytest.FixtureRequest) -> Case:
     return use(engine, request.getfixturevalue("folder"), suffix_max_tokens=3)
 
 
+def use_ngrams(request: pytest.FixtureRequest) -> Case:
+    """Let a table of the engine's tokenizer draft, which says that few tokens follow each."""
+    engine, _ = request.getfixturevalue("pair")
+    folder = request.getfixturevalue("folder")
+    tokenizer = load_tokenizer(folder / "target")
+    digest = hash_tokens(tokenizer, TABLE.num_tokens)
+    dataclasses.replace(TABLE, sha256=digest).write(folder / "table.safetensors")
+    return use(engine, folder, ngram_table=folder / "table.safetensors", ngram_max_tokens=3)
+
+
 def use_lookahead(request: pytest.FixtureRequest) -> Case:
     request.getfixturevalue("plain")
     folder = request.getfixturevalue("folder")
@@ -65,11 +79,12 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "draft_target": use_pair,
     "prompt_lookup": use_lookup,
     "suffix": use_suffix,
+    "ngram": use_ngrams,
     "lookahead": use_lookahead,
 }
 MAX_ACCEPTED = {  # draft tokens that a step of these settings can accept
     "redrafter": 3, "medusa": 3, "eagle": 3, "dflash": 4, "draft_target": 2, "prompt_lookup": 3,
-    "suffix": 3, "lookahead": 3, "mtp": 3,
+    "suffix": 3, "ngram": 3, "lookahead": 3, "mtp": 3,
 }  # fmt: skip
 
 

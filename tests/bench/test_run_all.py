@@ -14,7 +14,7 @@ BENCHMARKS = Path(run_all.__file__).parent
 # grow.py makes models, drafters.py drafters; run_all.py runs the others; field.py and
 # training_study.py need files that do not ship.
 NO_BENCHMARKS = {
-    "__init__", "field", "grow", "drafters", "pace_share", "run_all", "training_study",
+    "__init__", "field", "grow", "drafters", "pace_share", "run_all", "sessions", "training_study",
 }  # fmt: skip
 
 

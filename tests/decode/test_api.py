@@ -33,7 +33,7 @@ from specdec.text.encoding import TEMPLATES
 from specdec.text.text_stream import TextStream
 from tests.conftest import change_tensors, make_llama, make_tokenizer
 from tests.engines import call, continue_by_transformers
-from tests.methods import build_methods, make_ngram_table
+from tests.methods import build_methods, count_table
 
 PROMPTS = [[5, 9, 77, 3], [64], list(range(20, 50)), [7, 7, 8], [100, 3, 55]]
 LIMIT = 24
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_methods(target, "lookahead", build=["--max-batch-size", 3, *lookahead])
     build_methods(target, "medusa", "eagle", "dflash", "mtp")
     texts = continue_by_transformers(target, PROMPTS[:2], LIMIT)  # of the others it knows little
-    make_ngram_table(texts, target.parent / "table.safetensors", num_tokens=128)
+    count_table(texts, 128).write(target.parent / "table.safetensors")
     return target.parent
 
 

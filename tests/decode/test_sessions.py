@@ -126,7 +126,10 @@ def test_a_conversation_goes_on_after_a_restart(name: str, tmp_path: Path) -> No
     is_hybrid = name == "hybrid, mtp"  # whose state behind the answer is kept
     assert num_restored >= (len(PROMPT) + ANSWER_LEN - 6 if is_hybrid else 2 * BLOCK_TOKENS)
     assert num_restored >= (num_blocks - 1) * BLOCK_TOKENS
-    assert dataclasses.asdict(reopened.stats) == dataclasses.asdict(second.stats)
+    # Of the answer before, the file has whole blocks, and memory had all.
+    stats, expected_stats = (dataclasses.asdict(output.stats) for output in (reopened, second))
+    assert 0 < stats.pop("num_cached_tokens") <= expected_stats.pop("num_cached_tokens")
+    assert stats == expected_stats
     # A third has the new turn, too, and for an equal prompt all but its last tokens.
     third, kept = answer(engine_dir, folder, later)
     assert third == cold

@@ -104,11 +104,15 @@ def make(get_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     drafters = {n: do(parent / "drafters") for n, (_, do) in DRAFTERS.items() if n != "mtp"}
 
     @functools.cache
+    def make_head(name: str) -> Path:
+        return DRAFTERS["mtp"][1](get_target(name))
+
+    @functools.cache
     def make(name: str, kind: str | None, *flags: object, optimize: str = "auto") -> Path:
         folder = parent / f"{name}-{kind}-{len(flags)}-{optimize}"
         with_drafter: list[object] = []
         if kind:
-            drafter = drafters.get(kind) or DRAFTERS[kind][1](get_target(name))
+            drafter = drafters.get(kind) or make_head(name)
             with_drafter = [f"--{DRAFTERS[kind][0]}-model-dir", drafter]
         call(
             "convert", "--model-dir", get_target(name), "--output-dir", folder / "checkpoint",

@@ -23,7 +23,7 @@ from specdec.train.ngrams.counts import LEAST_SHARE, count_ngrams, join_texts, m
 from specdec.train.ngrams.pipeline import read_texts
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, make_counter, run_cli_here
-from tests.methods import make_ngram_table
+from tests.methods import count_table as count_table_of
 
 VOCABULARY = 9
 
@@ -191,7 +191,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     call("convert", "--model-dir", parent / "counter", "--output-dir", parent / "ckpt")
     call("build", "--checkpoint-dir", parent / "ckpt", "--output-dir", parent / "engine")
     text = [number % 32 for number in range(200)]
-    make_ngram_table([text], parent / "table.safetensors", num_tokens=32)
+    count_table_of([text], 32).write(parent / "table.safetensors")
     return parent
 
 

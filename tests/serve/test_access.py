@@ -12,6 +12,7 @@ from specdec import SpecDecError
 from specdec.serve import messages, ollama
 from specdec.serve.access import MAX_HEADER_BYTES, AccessControl
 from specdec.serve.body_reading import read_body
+from specdec.serve.cors import Cors
 from specdec.serve.errors import FailedRequest, explain, make_error
 from specdec.serve.protocol import BadRequest
 
@@ -33,7 +34,7 @@ def ask(
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": [*headers.items()]}
-    asyncio.run(AccessControl(answer, key, names)(scope, None, keep))
+    asyncio.run(AccessControl(answer, key, names, Cors(()))(scope, None, keep))
     start, *rest = sent
     body = b"".join(message.get("body", b"") for message in rest)
     return start["status"], dict(start["headers"]), body
