@@ -40,9 +40,9 @@ CLASSES = {
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+CONVOLVING = ("lfm2", "lfm2_moe")
 OWN = (
-    "gemma4", "gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, "lfm2",
-    "lfm2_moe",
+    "gemma4", "gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, *CONVOLVING,
 )  # fmt: skip
 NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
@@ -80,8 +80,7 @@ EXPERTS |= {
     "qwen3_5_moe": _MIXTURE, "qwen3_next": _MIXTURE, "gemma4": {"num_experts": 4},
     "lfm2_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
-        "routed_scaling_factor": 1.5,
+        "num_dense_layers": 1, "routed_scaling_factor": 1.5,
     },
 }  # fmt: skip
 
@@ -135,6 +134,9 @@ def make_family_model(
         values |= _list_gemma4(layers, hidden // heads, vocab)
     elif family in EXPERTS:
         values |= EXPERTS[family]
+        if family in CONVOLVING:
+            kinds = ("conv", "full_attention")
+            values["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
     elif family == "lfm2":
         values |= {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3]}
     elif family == "stablelm":

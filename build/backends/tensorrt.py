@@ -157,6 +157,7 @@ def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: An
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
     flags += ["linear attention"] if model.linear_attention is not None else []
     flags += ["short convolutions"] if model.short_conv is not None else []
+    flags += ["layers of several sizes"] if model.layer_sizes is not None else []
     least = min(map(float, capabilities))
     # What a checkpoint needs, and the first compute capability with it.
     is_fp8 = checkpoint.quantization.quant_algo == FP8

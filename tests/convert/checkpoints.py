@@ -24,6 +24,14 @@ LLAMA_NAMES = {
     "mlp.gate_proj": "mlp.fc", "mlp.up_proj": "mlp.gate", "mlp.down_proj": "mlp.proj",
     "mlp.gate_up_proj": "mlp.fc",
 }  # fmt: skip
+LFM2_NAMES = {
+    "model.embed_tokens": "transformer.vocab_embedding", "model.embedding_norm": "transformer.ln_f",
+    "model.layers": "transformer.layers", "operator_norm": "input_layernorm",
+    "ffn_norm": "post_layernorm", "self_attn.q_layernorm": "attention.q_layernorm",
+    "self_attn.k_layernorm": "attention.k_layernorm", "self_attn.out_proj": "attention.dense",
+    "conv.conv": "short_conv.conv", "conv.in_proj": "short_conv.in_proj",
+    "conv.out_proj": "short_conv.dense",
+}  # fmt: skip
 NEW_NAMES = {
     "phi": {
         "model.embed_tokens": "transformer.vocab_embedding", "model.layers": "transformer.layers",
@@ -44,6 +52,13 @@ NEW_NAMES = {
         "model.decoder.layers": "transformer.layers", "self_attn_layer_norm": "input_layernorm",
         "final_layer_norm": "post_layernorm", "self_attn.out_proj": "attention.dense",
         "fc1": "mlp.fc", "fc2": "mlp.proj",
+    },
+    "lfm2": LFM2_NAMES | {
+        "feed_forward.w1": "mlp.fc", "feed_forward.w3": "mlp.gate", "feed_forward.w2": "mlp.proj",
+    },
+    "lfm2_moe": LFM2_NAMES | {
+        "feed_forward.w1": "mlp.dense.fc", "feed_forward.w2": "mlp.dense.proj",
+        "feed_forward.": "mlp.", "mlp.gate.": "mlp.router.",
     },
 }  # fmt: skip
 
@@ -95,7 +110,9 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
     if family in HYBRIDS:
         state = _take_linear(state, tensors, model.config)
     for name, value in state.items():
-        if ".k_proj" in name or ".v_proj" in name or "expert" in name:
+        if ".k_proj" in name or ".v_proj" in name or ("expert" in name and "_bias" not in name):
+            continue
+        if family == "lfm2_moe" and ".feed_forward.w3" in name:  # w1 takes it along
             continue
         new = name
         for old, ours in NEW_NAMES.get(family, LLAMA_NAMES).items():
@@ -109,6 +126,10 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             new, value = new.replace("self_attn.q_proj", "attention.qkv"), np.concatenate(parts)
         elif ".c_" in name:
             value = value.T
+        elif ".conv.conv.weight" in name:
+            value = value.reshape(-1)
+        elif "mlp.dense.fc" in new:
+            value = np.concatenate([value, state[name.replace("w1", "w3")]])
         elif "embed_positions" in name:
             value = value[2:]
         elif "gate_up_proj" in name:

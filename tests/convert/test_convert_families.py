@@ -25,6 +25,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.methods import METHODS
 from specdec.model.architectures import ARCHITECTURES, KEY, Architecture
 from specdec.model.config import ModelConfig
+from specdec.model.experts import OWN_KEYS
 from specdec.model.tensors import list_target_tensors
 from specdec.trtllm.facts import LABELS, load_facts
 from specdec.trtllm.lacks import PAIRS
@@ -41,6 +42,7 @@ from tests.engine.models import make_model as make_config
 from tests.engines import run_cli_here
 from tests.families import (
     CLASSES,
+    CONVOLVING,
     EXPERTS,
     HYBRIDS,
     NOT_IN_014,
@@ -370,7 +372,7 @@ def test_what_transformers_saves_comes_through(
     if "moe_ep_size" in flags:  # only a rank's own experts are there, and of each its part
         tensors = TensorFile(output / "rank1.safetensors").tensors
         inner = EXPERTS[family].get("moe_intermediate_size", 48)
-        shape = tensors["transformer.layers.0.mlp.proj.weight"].shape
+        shape = tensors["transformer.layers.1.mlp.proj.weight"].shape
         assert shape == (4 // ep_size, 64, inner // (tp_size // ep_size))
     if family == "llama":
         assert config["attn_bias"] is config["mlp_bias"] is sizes.get("mlp_bias", False)
@@ -427,7 +429,8 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_experts_in_one_tensor(
     family: str, kind: str, make: Maker, tmp_path: Path, convert: Converter
 ) -> None:
-    model_dir = make(family, heads=4, kv_heads=2, layers=1)
+    # The first layer of an LFM2 has an MLP.
+    model_dir = make(family, heads=4, kv_heads=2, layers=2 if family in CONVOLVING else 1)
     layouts = [{}, {"tp_size": 2}, {"tp_size": 4, "moe_ep_size": 2}]
     expected = [
         summarize_rank(convert(model_dir=model_dir, force=True, **flags) / "rank0.safetensors")
@@ -576,6 +579,9 @@ def test_configurations_are_read_back(
         assert model.experts.num == config["moe"]["num_experts"] == 4
         # What the line makes MoeConfig of: another key is a TypeError there.
         only = {"moe_intermediate_size", "num_shared_experts"} if version == "0.14" else set()
+        if family in CONVOLVING:  # no line has the family, so no MoeConfig is made of its keys
+            assert set(OWN_KEYS.values()) <= set(config["moe"])
+            only = set(OWN_KEYS.values())
         assert set(config["moe"]) - only == {
             "num_experts", "top_k", "normalization_mode", "sparse_mixer_epsilon", "tp_mode"
         }  # fmt: skip

@@ -21,6 +21,7 @@ def choose(kind: str, **flags: Any) -> WeightForm:
     """Choose the form for a folder without files: a plain or quantized one, or a GGUF file."""
     folder = object.__new__(GgufFolder if kind == "gguf" else HfFolder)
     folder.path, folder.tensors = Path("model"), {"a.weight": TensorInfo("bfloat16", (2, 2))}
+    folder.config = {"quantization_config": {"quant_method": "mxfp4"}} if kind == "mxfp4" else {}
     settings = ConvertSettings(output_dir=Path("out"), model_dir="model", **flags)
     return choose_form(settings, folder, SCHEME if kind == "quantized" else None)
 
@@ -34,6 +35,8 @@ def choose(kind: str, **flags: Any) -> WeightForm:
         ("quantized", {}, WeightForm.STORED),
         ("quantized", {"dequantize": True}, WeightForm.PLAIN),
         ("gguf", {}, WeightForm.BLOCKS),
+        ("mxfp4", {}, WeightForm.BLOCKS),
+        ("mxfp4", {"dequantize": True}, WeightForm.PLAIN),
         ("gguf", {"dequantize": True}, WeightForm.PLAIN),
         ("gguf", {"lora_dir": Path("adapter")}, WeightForm.PLAIN),
         ("gguf", {"quantization": "fp8"}, WeightForm.ROUNDED),

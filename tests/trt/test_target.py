@@ -18,7 +18,8 @@ from tests.parity.test_families import LIMIT, check_logits, check_reference, gen
 from tests.trt.networks import NEEDS_TENSORRT, load_here
 
 pytestmark = NEEDS_TENSORRT
-REFUSED = ("Mixtral", "Moe", "Qwen3_5", "Qwen3Next", "GptOss")  # mixtures and hybrids
+# Mixtures, hybrids, and layers of several sizes. Of LFM2's models one attends in every layer.
+REFUSED = ("Mixtral", "Moe", "Qwen3_5", "Qwen3Next", "GptOss", "Gemma4", "Lfm2")
 DENSE = [name for name in NAMES if all(kind not in name for kind in REFUSED)]
 # One variant of each family, and those that add arithmetic of their own.
 MORE = ("longrope", "350m", "-tied_head_dim", "LM-biases")
@@ -38,14 +39,17 @@ FIELDS = {
     "rope_local_base_freq", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "output_multiplier_scale", "query_pre_attn_scalar",
     "attn_logit_softcapping", "final_logit_softcapping", "tp_size", "pp_size", "experts",
-    "own_arithmetic", "linear_attention",
+    "own_arithmetic", "linear_attention", "short_conv", "layer_sizes",
 }  # fmt: skip
 
 
 def test_what_a_model_has_is_followed_or_refused() -> None:
     assert {field.name for field in dataclasses.fields(ModelConfig)} == FIELDS
     assert set(ACTIVATIONS) == set(layers.ACTIVATIONS)
-    refused = {"adds_one", "gates_attention", "has_sinks", "gate_limit", "gate_slope"}
+    refused = {
+        "adds_one", "gates_attention", "has_sinks", "gate_limit", "gate_slope", "norms_values",
+        "scales_layers", "adds_experts",
+    }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Architecture)} == COMPUTED | refused
 
 
