@@ -1,7 +1,7 @@
 """Audit as an agent uses a server: turns over a growing prefix, tools, grammars, temperature 1.
 
 The session's requests come first, one after another, as an agent sends them; only then are their
-answers judged. What an agent is hurt by shows in a later request than the one that caused it: a
+answers judged. A fault that hurts an agent shows in a later request than the one that caused it: a
 block of the cache that holds another text's numbers, a state that was not rolled back, a drafted
 token's keys that stayed.
 """

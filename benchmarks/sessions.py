@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a server with --session-dir keeps over restarts, and over kills in the middle of its work.
+"""Prompts that a server with --session-dir keeps over restarts, and over kills in mid work.
 
     python benchmarks/sessions.py restart --engine-dir ENGINE [--tokens 8000] [-- SERVE_OPTIONS...]
     python benchmarks/sessions.py kill --engine-dir ENGINE [--points 20] [-- SERVE_OPTIONS...]

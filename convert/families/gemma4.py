@@ -60,7 +60,7 @@ MODULES4: Modules = {
     OUR_LAYER + "scalar": (HF_LAYER + "layer_scalar",),
     OUR_LAYER + "attention.q": (HF_LAYER + "self_attn.q_proj",),
 }  # fmt: skip
-# What layers that read earlier ones' keys are stored with, and no class reads.
+# Modules that layers with earlier ones' keys are stored with, and that no class reads.
 _TENSOR = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(\w+)\.")
 UNREAD = ("k_proj", "v_proj", "k_norm", "v_norm")
 

@@ -146,7 +146,7 @@ def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
 def prepare(folder: HfFolder, dtype: str) -> HfFolder:
     """Return the folder with its convolutions, [channels, 1, taps], as vectors.
 
-    Whether the head is tied stands under the first name that is there, as in transformers.
+    The mark of a tied head stands under the first name that is there, as in transformers.
     """
     infos = {
         name: TensorInfo(info.dtype, (math.prod(info.shape),))

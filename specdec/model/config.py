@@ -16,7 +16,7 @@ from specdec.model.rotary_scaling import find_scaling_problems
 from specdec.model.short_conv import ShortConvSizes
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
-# What a layer's attention may be, in transformers' names: of a window, of all tokens, or linear; or
+# Kinds of a layer's attention, in transformers' names: of a window, of all tokens, or linear; or
 # a short convolution in its place.
 SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
 LAYER_TYPES = (SLIDING, FULL, LINEAR, CONV)

@@ -21,7 +21,7 @@ OFFSETS = "d2t"
 NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET))
 # What a token's choice among a layer's experts is computed with.
 ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
-# What the names of experts beside an MLP begin with, within the layer.
+# Beginning of the names of experts beside an MLP, within the layer.
 ADDED_EXPERTS = "mlp.experts."
 # A score of each query head, see `Architecture.has_sinks`.
 SINKS = "attention.sinks"

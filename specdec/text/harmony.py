@@ -1,7 +1,7 @@
 """Harmony, gpt-oss's format of answers: messages on channels become reasoning, content and calls.
 
 An answer goes on behind `<|start|>assistant`. Each message has a header, which names its channel
-and perhaps whom it is for, and ends with a special token. What is on the channel `analysis` is
+and perhaps whom it is for, and ends with a special token. Text on the channel `analysis` is
 reasoning, a message for `functions.NAME` is a call, all else is content
 (https://github.com/openai/harmony).
 """

@@ -79,7 +79,7 @@ def test_a_sound_server_is_not_accused(url: str) -> None:
 
 @contextlib.contextmanager
 def poison_blocks() -> Iterator[None]:
-    """What is taken from the cache has another text's numbers at one position."""
+    """Keys that are taken from the cache have another text's numbers at one position."""
     original = KVCache.copy_prefix
 
     def copy(self: KVCache, source: int, row: int, length: int) -> None:

@@ -93,7 +93,7 @@ def write_calls(calls: Calls) -> list[dict[str, Any]]:
 
 
 def render(tokenizer: Tokenizer, formats: ChatFormats, calls: Calls) -> tuple[str, str]:
-    """What the template writes for a conversation with calls and their results."""
+    """Text that the template writes for a conversation with calls and their results."""
     written = write_calls(calls)
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "ASKED"},

@@ -99,7 +99,7 @@ def _count_order(
     lower_weights = (kinds / (totals + kinds))[is_kept]
     if lower is None:
         return _rank(kept_keys, rows, tokens, shares, np.ones(len(kept_keys)))
-    # What the shorter contexts have, weighed by what is left.
+    # Shares of the shorter contexts, weighed by the rest.
     places = np.searchsorted(lower.keys, shorter_keys[key_firsts][is_kept])
     starts = np.searchsorted(lower.rows, np.arange(len(lower.keys) + 1))
     lengths = np.diff(starts)[places]
