@@ -26,7 +26,7 @@ from specdec.errors import UsageError
 from specdec.run.settings import RunSettings
 from tests.engine.kernels import needs_compiler
 from tests.engines import OracleDrafter, call, list_requests, make_engine, make_noisy_copy
-from tests.families import make_convolving, make_hybrid
+from tests.families import make_convolving, make_family_model, make_hybrid
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
 LIMIT = 24
@@ -238,9 +238,20 @@ def test_methods_that_need_trees_are_refused(folder: Path, tmp_path: Path) -> No
 @of_both_kinds
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rounded_weights(folder: Path, tmp_path: Path, kind: str) -> None:
-    """The matrices of linear attention are rounded, too, but for the small one of its gates."""
+    """The matrices of linear attention are rounded, too, but for the small one of its gates.
+
+    A mixture has no int4, so that of convolutions is seen in a dense model.
+    """
+    is_mixture = load(folder).decoder.model.experts is not None
+    target = folder / "target"
+    if is_mixture and kind == "int4":
+        types = ["conv", "full_attention", "conv", "conv"]
+        target = make_family_model(
+            tmp_path, "lfm2", vocab=128, heads=4, intermediate=128, layers=4, layer_types=types,
+            max_position_embeddings=256, norm_eps=0.1, tie_word_embeddings=False,
+        )  # fmt: skip
     flags = ["--quantization", kind, *(["--group-size", 32] if kind == "int4" else [])]
-    engine = TorchEngine(make_engine(tmp_path, folder / "target", build=flags), device="cpu")
+    engine = TorchEngine(make_engine(tmp_path, target, build=flags), device="cpu")
     expected = [r.output_ids for r in engine.generate(make_requests())]
     drafter = OracleDrafter(expected, beams=1, length=4, quality=0.7, seed=3)
     results = generate(engine.decoder, drafter, make_requests(), Options(max_batch_size=2))
