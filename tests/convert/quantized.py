@@ -364,9 +364,13 @@ CASES = {
 
 
 def is_linear(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a tiny model is the weight of a layer's linear, which no router is."""
+    """Whether a tensor of a tiny model is the weight of a layer's linear.
+
+    No router is one, nor are the biases of experts in one tensor, which have two dimensions.
+    """
     in_layer = ".layers." in name or ".h." in name
-    return in_layer and tensor.dim() == 2 and not name.endswith(ROUTERS)
+    is_weight = name.endswith(".weight") and not name.endswith(ROUTERS)
+    return in_layer and tensor.dim() == 2 and is_weight
 
 
 def make_quantized(
@@ -399,7 +403,10 @@ def make_quantized(
 
 
 ALIKE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
+ROUTERS = (
+    "mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight",
+    "mlp.router.weight", "feed_forward.gate.weight",
+)  # fmt: skip
 
 
 def change_folder(folder: Path, tensors: Mapping[str, torch.Tensor | None], **section: Any) -> None:
