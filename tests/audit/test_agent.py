@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +20,12 @@ from specdec.audit.agent_client import AgentRequest, StepAnswer
 from specdec.audit.answers import Completion, Token
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import AuditSettings
+from specdec.decode import accept
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.linear_states import LinearStates
+from specdec.engine.tree import Tree
 from specdec.errors import UsageError
+from specdec.text.grammar import Grammar, GrammarState
 from tests.audit.test_doubles import find_wrong, get
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import make_engine
@@ -122,9 +125,54 @@ def keep_states() -> Iterator[None]:
         yield
 
 
+class ForgetfulMatcher:
+    """A matcher that does not go back behind a draft, so that what is accepted counts twice."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def rollback(self, count: int) -> None:
+        """Stay."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
+@contextlib.contextmanager
+def advance_grammars_twice() -> Iterator[None]:
+    """A request's grammar follows its drafts, and the accepted tokens after them."""
+    original = Grammar.follow
+
+    def follow(self: Grammar, output_ids: Sequence[int]) -> GrammarState:
+        state = original(self, output_ids)
+        state._matcher = ForgetfulMatcher(state._matcher)
+        return state
+
+    with mock.patch.object(Grammar, "follow", follow):
+        yield
+
+
+@contextlib.contextmanager
+def accept_too_much() -> Iterator[None]:
+    """Now and then the first drafted token is taken, whatever the target says."""
+    original, count = accept.accept, 0
+
+    def take(tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
+        nonlocal count
+        count += 1
+        if tree.num_nodes > 1 and count % 7 == 0:
+            return [0, 1], int(choices[1])
+        return original(tree, choices)
+
+    with mock.patch.object(accept, "accept", take):
+        yield
+
+
 MUTANTS: dict[str, tuple[str, Callable[[], Any], set[str]]] = {
     "a poisoned block": ("url", poison_blocks, {"turns", "probes", "forks"}),
     "a draft's keys left": ("url", keep_draft_keys, {"turns", "probes", "forks"}),
+    "a grammar advanced twice": ("url", advance_grammars_twice, {"grammar", "tools"}),
+    "a lossy accept rule": ("url", accept_too_much, {"turns", "probes", "forks"}),
     "a state not rolled back": ("hybrid_url", keep_states, {"turns", "probes", "forks"}),
 }
 
