@@ -222,7 +222,7 @@ HYBRID = dataclasses.replace(
     model=SimpleNamespace(  # type: ignore[arg-type]
         architecture="LlamaForCausalLM", arithmetic=make_model().arithmetic, tp_size=1,
         dtype="float32", experts=None, recurrence=SimpleNamespace(),
-        linear_attention=SimpleNamespace(), short_conv=None,
+        linear_attention=SimpleNamespace(), short_conv=None, layer_sizes=None,
     ),
 )  # fmt: skip
 

@@ -31,6 +31,7 @@ PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
 FEW_UNREAD_TOKENS = 64  # prompt tokens that cost a draft's pass next to nothing
+KNOWN_DRAFTS = 8  # drafts of a chain's first drafter, before it may go on alone
 TRIAL_CHUNK_TOKENS = 2 * FEW_UNREAD_TOKENS  # prompt tokens that are read for a trial
 
 
@@ -73,6 +74,7 @@ class Pace:
         self.chain_promise = Promise(max_tokens, is_chain=is_planned, record=record)
         self.first_promise = Promise(max_tokens, is_chain=False)
         self.promise = self.chain_promise  # of those who draft by the last plan
+        self._num_first_drafts = 0  # of the first drafter, that are learned from
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
@@ -134,7 +136,8 @@ class Pace:
         draft_seconds: of the whole chain, [sizes].
         """
         whole_left_out, whole_gain = self.left_out, self._gain
-        if len(self.drafters) == 1 or 0 in whole_left_out:
+        is_known = self._num_first_drafts >= KNOWN_DRAFTS
+        if not is_known or len(self.drafters) == 1 or 0 in whole_left_out:
             return draft_seconds
         self.left_out = frozenset(range(1, len(self.drafters)))
         self.promise = self.first_promise
@@ -407,5 +410,6 @@ class Pace:
         """Learn from the newest steps."""
         for promise, num_rows, promised_gains, size in self._promises:
             promise.take_promised(num_rows, promised_gains, size)
+            self._num_first_drafts += num_rows if promise is self.first_promise else 0
         self._promises = []
         self.calibration.learn()
