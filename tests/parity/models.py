@@ -292,6 +292,10 @@ FIRST_NAMES = [f"{name}-{next(iter(variants))}" for name, variants in VARIANTS.i
 WITH_KERNELS_OR_NOT = [(name, "auto") for name in NAMES] + [(name, "none") for name in FIRST_NAMES]
 
 
+# Keys that transformers 5 reads, and 4 leaves aside: its model has other numbers then.
+NEW_KEYS = {"rope_parameters", "swiglu_limit"}
+
+
 def make_model(
     folder: Path, name: str, *, dtype: str = "float32", seed: int = 2, **changes: Any
 ) -> Path:
@@ -308,6 +312,8 @@ def make_model(
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         pytest.skip(f"this transformers has no {architecture}")
+    if transformers.__version__.startswith("4.") and (keys := NEW_KEYS & {*settings}):
+        pytest.skip(f"transformers 4 does not read {', '.join(sorted(keys))}")
     model = model_class(model_class.config_class(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
