@@ -31,7 +31,7 @@ def widen(numbers: Array, powers: Array) -> Array:
 
     numbers: uint8 [rows, groups, 16]; powers: uint8 [rows, groups].
     """
-    codes = np.stack((numbers & 15, numbers >> 4), axis=-1).reshape(*powers.shape, GROUP)
+    codes = _list_codes(numbers)
     with np.errstate(over="ignore"):  # an infinity is refused as any other
         weights = np.ldexp(VALUES[codes], powers[..., None].astype(np.int32) - BIAS)
     return cast(weights.reshape(len(powers), -1), "float32", "bfloat16")
@@ -39,6 +39,12 @@ def widen(numbers: Array, powers: Array) -> Array:
 
 def make_blocks(numbers: Array, powers: Array) -> Array:
     """Return rows of GGML's blocks, uint8 [rows, groups * 17]; arguments as of `widen`."""
-    codes = np.stack((numbers & 15, numbers >> 4), axis=-1).reshape(*powers.shape, GROUP)
+    codes = _list_codes(numbers)
     pairs = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
     return np.concatenate((powers[..., None], pairs), axis=-1).reshape(len(powers), -1)
+
+
+def _list_codes(numbers: Array) -> Array:
+    """Return the four bits of each number: uint8 [rows, groups, 32]."""
+    codes = np.stack((numbers & 15, numbers >> 4), axis=-1)
+    return codes.reshape(*numbers.shape[:-1], GROUP)

@@ -24,8 +24,7 @@ from specdec.text.harmony import (
     MESSAGE,
     START,
     TOOLS,
-    HarmonyParser,
-    find_opening,
+    open_parser,
 )
 from specdec.text.schemas import describe_faults, fit_schema
 
@@ -209,21 +208,12 @@ def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
     """Return the parser of a request's answer, None for an answer without calls and reasoning."""
-    if formats.is_harmony:
-        return HarmonyParser(
-            formats.tools if calling is not None else None,
-            find_opening(request.input_text),
-            schemas=calling.schemas if calling is not None else None,
-            marks=formats.marks if request.form.skips_special else None,
-        )
-    thinking = find_thinking(formats.reasoning, request.input_text)
-    reasoning = None if thinking is False else formats.reasoning
-    if calling is None and reasoning is None:
+    has_reasoning = find_thinking(formats.reasoning, request.input_text) is not False
+    if calling is None and not (has_reasoning or formats.is_harmony):
         return None
-    return Parser(
-        formats.tools if calling is not None else None, reasoning, is_thinking=thinking is True,
+    return open_parser(
+        formats, request.input_text, None if calling is None else calling.schemas,
         needs_marker=request.grammar is not None,
-        schemas=calling.schemas if calling is not None else None,
         marks=formats.marks if request.form.skips_special else None,
     )  # fmt: skip
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 AnyServer = TypeVar("AnyServer", bound="LoopbackServer")
 
@@ -51,3 +52,8 @@ class LoopbackServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
+
+
+def read_json(handler: BaseHTTPRequestHandler) -> Any:
+    """Read the JSON of a request's body."""
+    return json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))

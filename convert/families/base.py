@@ -54,6 +54,13 @@ class Layout:
     moe_ep_size: int | None = None
     trtllm_version: str = DEFAULT_LABEL
 
+    def split_experts(self) -> tuple[int, int]:
+        """Return over how many ranks each expert is split, and over how many the experts are."""
+        ep_size = self.moe_ep_size
+        if ep_size is None:
+            ep_size = 1 if self.moe_tp_size is None else max(1, self.tp_size // self.moe_tp_size)
+        return self.moe_tp_size or max(1, self.tp_size // ep_size), ep_size
+
     @property
     def can_share(self) -> bool:
         """Return whether a rank's rows of the embedding have its rows of the head."""
@@ -450,17 +457,15 @@ def read_experts(
         reader.refuse(
             f"hidden_act is {shorten(values['hidden_act'])}", "experts are supported with silu"
         )
-    tp_size, moe_tp_size, moe_ep_size = layout.tp_size, layout.moe_tp_size, layout.moe_ep_size
-    if moe_ep_size is None:
-        moe_ep_size = 1 if moe_tp_size is None else max(1, tp_size // moe_tp_size)
+    tp_size, ep_size = layout.split_experts()
     experts = Experts(
         num=count_experts(reader, num),
         top_k=reader.get_int("num_experts_per_tok", top_k),
         inner=values["intermediate_size"] if inner is None else reader.get_int(*inner),
         shared_inner=0 if shared_inner is None else reader.get_int(*shared_inner),
         renormalizes=renormalizes,
-        tp_size=moe_tp_size or max(1, tp_size // moe_ep_size),
-        ep_size=moe_ep_size,
+        tp_size=tp_size,
+        ep_size=ep_size,
         shared_name=name_shared(layout.trtllm_version),
     )
     return {"experts": experts, "hidden_act": "swiglu"}

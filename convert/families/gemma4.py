@@ -129,13 +129,10 @@ def read_mixture(reader: ConfigReader, layout: Layout) -> Experts | None:
     """Read the experts beside the MLP of each layer; None where there are none."""
     if not reader.get_bool("enable_moe_block", False):
         return None
-    ep_size = layout.moe_ep_size
-    if ep_size is None:
-        ep_size = 1 if layout.moe_tp_size is None else max(1, layout.tp_size // layout.moe_tp_size)
+    tp_size, ep_size = layout.split_experts()
     return Experts(
         num=reader.get_int("num_experts"), top_k=reader.get_int("top_k_experts"),
-        inner=reader.get_int("moe_intermediate_size"),
-        tp_size=layout.moe_tp_size or max(1, layout.tp_size // ep_size), ep_size=ep_size,
+        inner=reader.get_int("moe_intermediate_size"), tp_size=tp_size, ep_size=ep_size,
     )  # fmt: skip
 
 

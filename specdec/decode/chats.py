@@ -7,11 +7,10 @@ from typing import Any
 
 from specdec.decode.outputs import Output
 from specdec.errors import PromptError, shorten
-from specdec.text.answer_parser import Parser, find_thinking
 from specdec.text.call_formats import ChatFormats
 from specdec.text.call_messages import write_messages
 from specdec.text.chat import ChatError, join_parts, wrap_calls
-from specdec.text.harmony import HarmonyParser, find_opening
+from specdec.text.harmony import open_parser
 from specdec.text.prompts import Prompt
 
 Message = Mapping[str, Any]
@@ -58,7 +57,7 @@ def read_answer(output: Output, tools: Sequence[Message], formats: ChatFormats) 
         tool["function"]["name"]: tool["function"].get("parameters") or {}
         for tool in _read_tools(tools)
     }  # fmt: skip
-    parser = _make_parser(output.prompt, schemas, formats)
+    parser = open_parser(formats, output.prompt, schemas or None)
     parser.feed(output.text)
     parser.finish(is_cut=output.finish_reason == "length")
     message: dict[str, Any] = {"role": "assistant", "content": parser.content}
@@ -67,16 +66,6 @@ def read_answer(output: Output, tools: Sequence[Message], formats: ChatFormats) 
     if parser.calls:
         message["tool_calls"] = parser.calls
     return message
-
-
-def _make_parser(prompt: str, schemas: Mapping[str, Any], formats: ChatFormats) -> Parser:
-    """Return the parser of an answer behind a prompt; schemas: of the tools, by their names."""
-    tools = formats.tools if schemas else None
-    if formats.is_harmony:
-        return HarmonyParser(tools, find_opening(prompt), schemas=schemas)
-    thinking = find_thinking(formats.reasoning, prompt)
-    reasoning = None if thinking is False else formats.reasoning
-    return Parser(tools, reasoning, is_thinking=thinking is True, schemas=schemas)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec.text.answer_parser import Parser, Reading
-from specdec.text.call_formats import ReasoningFormat, ToolFormat
+from specdec.text.answer_parser import Parser, Reading, find_thinking
+from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
 from specdec.text.text_stream import INCOMPLETE, TextForm, decode_text
 
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
@@ -151,6 +151,22 @@ class HarmonyParser(Parser):
         """Note where the reasoning ends, once, in the text that was fed."""
         if not self.reasoning_end and self.reasoning:
             self.reasoning_end = max(0, self._position - self._offset)
+
+
+def open_parser(
+    formats: ChatFormats, prompt: str, schemas: Mapping[str, Any] | None, **options: Any
+) -> Parser:
+    """Return the parser of the answer to a prompt.
+
+    schemas: of the callable tools' arguments, by name; None where none may be called. options: of
+    `Parser`.
+    """
+    tools = formats.tools if schemas is not None else None
+    if formats.is_harmony:
+        return HarmonyParser(tools, find_opening(prompt), schemas=schemas, **options)
+    thinking = find_thinking(formats.reasoning, prompt)
+    reasoning = None if thinking is False else formats.reasoning
+    return Parser(tools, reasoning, is_thinking=thinking is True, schemas=schemas, **options)
 
 
 class AnswerText:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.loopback import LoopbackServer
+from tests.loopback import LoopbackServer, read_json
 
 Reply = dict[str, Any]
 
@@ -47,7 +47,7 @@ class ChatServer(LoopbackServer):
         return f"{super().url}/v1"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        body = read_json(handler)
         with self._lock:
             number = len(self.bodies)
             self.bodies.append(body)

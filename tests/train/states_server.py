@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.loopback import LoopbackServer
+from tests.loopback import LoopbackServer, read_json
 
 
 class Extractor:
@@ -65,7 +65,7 @@ class StatesServer(LoopbackServer):
         return f"{super().url}/v1"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        body = read_json(handler)
         assert handler.path == "/v1/completions"
         with self._lock:
             number, self.num_prompts = self.num_prompts, self.num_prompts + 1

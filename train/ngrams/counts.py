@@ -50,7 +50,6 @@ def count_ngrams(
     min_count: of contexts of two tokens or more. num_continuations: of a context, at most.
     least_news: contexts that tell less beyond the shorter one are left out.
     """
-    orders: list[NgramOrder] = []
     tokens = corpus.astype(np.uint64)
     is_inside = corpus != END
     keys, is_whole = np.zeros(len(corpus), np.uint64), np.ones(len(corpus), bool)
@@ -71,7 +70,6 @@ def count_ngrams(
                 corpus[places + 1], lower, min_count if order > 1 else 1,
             )  # fmt: skip
             kept.append(_prune(lower, num_continuations, least_news if order > 1 else 0.0))
-            orders.append(lower)
     return kept
 
 
@@ -81,49 +79,54 @@ def _count_order(
     """Count what follows each context, and interpolate with what the shorter contexts have."""
     order = np.lexsort((next_tokens, keys))
     keys, shorter_keys, next_tokens = keys[order], shorter_keys[order], next_tokens[order]
-    is_new_key = np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)]
-    is_new = is_new_key | np.concatenate([[True], next_tokens[1:] != next_tokens[:-1]])[: len(keys)]
-    firsts = np.flatnonzero(is_new)
-    counts = np.diff(np.append(firsts, len(keys)))
-    rows = np.cumsum(is_new_key)[firsts] - 1
-    key_firsts = np.flatnonzero(is_new_key)
-    totals = np.diff(np.append(key_firsts, len(keys)))
+    firsts, key_firsts = _find_firsts(keys, next_tokens), _find_firsts(keys)
+    counts, totals = (np.diff(np.append(f, len(keys))) for f in (firsts, key_firsts))
+    rows = np.searchsorted(key_firsts, firsts, side="right") - 1
     kinds = np.bincount(rows, minlength=len(key_firsts))
-    is_kept = totals >= min_count
-    new_rows = np.cumsum(is_kept) - 1
-    entries = is_kept[rows]
-    rows, tokens, counts = rows[entries], next_tokens[firsts][entries], counts[entries]
     shares = counts / (totals + kinds)[rows]
-    rows = new_rows[rows]
+    is_kept = totals >= min_count
+    entries = is_kept[rows]
+    rows = (np.cumsum(is_kept) - 1)[rows[entries]]
+    tokens, shares = next_tokens[firsts][entries], shares[entries]
     kept_keys = keys[key_firsts][is_kept]
-    lower_weights = (kinds / (totals + kinds))[is_kept]
     if lower is None:
         return _rank(kept_keys, rows, tokens, shares, np.ones(len(kept_keys)))
     # Shares of the shorter contexts, weighed by the rest.
+    rests = (kinds / (totals + kinds))[is_kept]
     places = np.searchsorted(lower.keys, shorter_keys[key_firsts][is_kept])
     starts = np.searchsorted(lower.rows, np.arange(len(lower.keys) + 1))
-    lengths = np.diff(starts)[places]
-    lower_rows = np.repeat(np.arange(len(kept_keys)), lengths)
-    offsets = np.arange(len(lower_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    spots = starts[places][lower_rows] + offsets
-    lower_tokens, lower_shares = lower.tokens[spots], lower.shares[spots]
-    all_rows, all_tokens = np.append(rows, lower_rows), np.append(tokens, lower_tokens)
-    all_shares = np.append(shares, lower_weights[lower_rows] * lower_shares)
-    before = np.append(np.zeros(len(rows)), lower_shares)
-    sums = np.lexsort((all_tokens, all_rows))
-    all_rows, all_tokens = all_rows[sums], all_tokens[sums]
-    is_first = np.concatenate([[True], (np.diff(all_rows) != 0) | (np.diff(all_tokens) != 0)])
-    heads = np.flatnonzero(is_first[: len(all_rows)])
-    shares = np.add.reduceat(all_shares[sums], heads)
-    before = np.add.reduceat(before[sums], heads)
-    rows, tokens = all_rows[heads], all_tokens[heads]
-    news = np.zeros(len(kept_keys))
+    lower_rows, spots = _list_spots(starts[places], np.diff(starts)[places])
+    lower_shares = lower.shares[spots]
+    all_rows, all_tokens = np.append(rows, lower_rows), np.append(tokens, lower.tokens[spots])
+    order = np.lexsort((all_tokens, all_rows))
+    all_rows, all_tokens = all_rows[order], all_tokens[order]
+    heads = _find_firsts(all_rows, all_tokens)
+    shares, before = (
+        np.add.reduceat(np.append(own_shares, added_shares)[order], heads)
+        for own_shares, added_shares in (
+            (shares, rests[lower_rows] * lower_shares), (np.zeros(len(rows)), lower_shares),
+        )
+    )  # fmt: skip
+    rows, news = all_rows[heads], np.zeros(len(kept_keys))
     np.maximum.at(news, rows, np.abs(shares - before))
-    return _rank(kept_keys, rows, tokens, shares, news)
+    return _rank(kept_keys, rows, all_tokens[heads], shares, news)
+
+
+def _find_firsts(*columns: Array) -> Array:
+    """Return where runs of equal elements begin, in all of some sorted columns together."""
+    is_first = np.ones(len(columns[0]), bool)
+    is_first[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return np.flatnonzero(is_first)
+
+
+def _list_spots(starts: Array, lengths: Array) -> tuple[Array, Array]:
+    """List all places of some spans, one span after another, and the number of each one's span."""
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    return rows, np.arange(len(rows)) + (starts - np.cumsum(lengths) + lengths)[rows]
 
 
 def _rank(keys: Array, rows: Array, tokens: Array, shares: Array, news: Array) -> NgramOrder:
-    """NgramOrder each context's continuations by their shares, and keep the first of them."""
+    """Order each context's continuations by their shares, and keep the first of them."""
     order = np.lexsort((tokens, -shares, rows))
     rows, tokens, shares = rows[order], tokens[order], shares[order]
     starts = np.searchsorted(rows, np.arange(len(keys)))
@@ -153,12 +156,9 @@ def make_table(orders: Sequence[NgramOrder], *, num_tokens: int, sha256: str) ->
     shares = np.concatenate([order.shares for order in orders])
     # A key of two contexts stands for the shorter one.
     by_key = np.argsort(keys, kind="stable")
-    by_key = by_key[np.append(True, np.diff(keys[by_key]) != 0)]
-    starts = np.cumsum(counts) - counts
+    by_key = by_key[_find_firsts(keys[by_key])]
     lengths = counts[by_key]
-    new_starts = np.cumsum(np.append(0, lengths))
-    offsets = np.arange(new_starts[-1]) - np.repeat(new_starts[:-1], lengths)
-    spots = np.repeat(starts[by_key], lengths) + offsets
+    _, spots = _list_spots((np.cumsum(counts) - counts)[by_key], lengths)
     steps = np.clip(np.rint(shares[spots] * SHARE_STEPS), 1, SHARE_STEPS)
     return NgramTable(
         keys=keys[by_key], counts=lengths.astype(np.uint8),

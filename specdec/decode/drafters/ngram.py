@@ -92,7 +92,7 @@ class NgramDrafter(Drafter):
             parents.append(parent)
             depths.append(depths[parent] + 1)
             confidences.append(share)
-            contexts.append((*contexts[parent][1 - order :], token) if order > 1 else (token,))
+            contexts.append((*contexts[parent], token)[-order:])
         columns = (tokens, parents, depths)
         tree = Tree(*(np.array(column, np.int64) for column in columns))
         return Candidates(tree, None, np.array(confidences))

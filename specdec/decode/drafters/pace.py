@@ -344,11 +344,14 @@ class Pace:
         chances: [B, N] of each row's paths, best first, then zeros.
         """
         if self.promise is not self.first_promise:
-            totals = [float(sum(column)) for column in zip(*chances, strict=True)]
-            totals = (totals + [0.0] * self.max_tokens)[: self.max_tokens]
-            size = sum(total > 0 for total in totals)
-            gains = [*itertools.accumulate(totals)]
+            totals = self._sum_chances(chances)
+            gains, size = [*itertools.accumulate(totals)], sum(total > 0 for total in totals)
             self._promises.append((self.first_promise, len(chances), gains, size))
+
+    def _sum_chances(self, chances: Sequence[Sequence[float]] | Array) -> list[float]:
+        """Return the tokens that each node promises all rows together, [max_tokens]."""
+        totals = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
+        return totals + [0.0] * (self.max_tokens - len(totals))
 
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
         """Return how many nodes of each row to verify besides the root.
@@ -356,8 +359,7 @@ class Pace:
         chances: [B, N] of each row's paths, best first, then zeros.
         """
         plain_seconds, *seconds = self._step_seconds
-        totals = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
-        totals += [0.0] * (self.max_tokens - len(totals))
+        totals = self._sum_chances(chances)
         promised_gains = list(itertools.accumulate(totals))
         size = sum(total > 0 for total in totals)
         best_size, best_worth = 0, -self._rate * plain_seconds
