@@ -7,10 +7,10 @@ anything is listed or allocated by such a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from specdec.errors import Problems
+from specdec.errors import Problems, shorten
 
 MAX_MODULES = 1000  # layers of a model, layers and heads of a drafter: each is a list of tensors
 MAX_RANKS = 1024
@@ -27,6 +27,15 @@ _HF_BOUNDS = (
     (re.compile(r"(^|_)head_dim$"), MAX_HEAD_SIZE),
     (re.compile(r"^(num|n|max)_|(^|_)(size|dim|embd|inner|positions)$"), MAX_SIZE),
 )
+
+
+def find_out_of_bounds(rows: Iterable[tuple[str, Any, int, int]], remedy: str) -> Problems:
+    """List the numbers that are not within their bounds: name, value, least and largest value."""
+    return Problems.from_table(*(
+        (not minimum <= value <= maximum,
+         f"{name} is {shorten(value)}, not of {minimum} to {maximum}", remedy)
+        for name, value, minimum, maximum in rows
+    ))  # fmt: skip
 
 
 def check_model_sizes(config: Mapping[str, Any], config_name: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from specdec.errors import Problems, SpecDecError, shorten
-from specdec.model.bounds import MAX_EXPERTS, MAX_MODULES, MAX_SIZE
+from specdec.model.bounds import MAX_EXPERTS, MAX_MODULES, MAX_SIZE, find_out_of_bounds
 
 # TensorRT-LLM's normalization_mode: what is done to the weights of a token's experts.
 KEEPS, RENORMALIZES = 0, 1
@@ -79,12 +79,9 @@ class Experts:
             ("moe_tp_size", self.tp_size, 1, tp_size),
             ("moe_ep_size", self.ep_size, 1, tp_size),
         )
-        return Problems.from_table(*(
-            (not minimum <= value <= maximum,
-             f"{name} is {shorten(value)}, not of {minimum} to {maximum}",
-             "check the source model's config.json, and the flags of the ranks")
-            for name, value, minimum, maximum in rows
-        )) or Problems.from_table(
+        return find_out_of_bounds(
+            rows, "check the source model's config.json, and the flags of the ranks"
+        ) or Problems.from_table(
             (self.tp_size * self.ep_size != tp_size,
              f"moe_tp_size={self.tp_size} times moe_ep_size={self.ep_size} is not"
              f" tp_size={tp_size}",

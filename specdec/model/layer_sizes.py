@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from specdec.errors import Problems, shorten
-from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE
+from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE, find_out_of_bounds
 
 KEY = "layer_sizes"  # of a checkpoint's config.json
 
@@ -33,19 +33,14 @@ class LayerSizes:
         least_inner = 1 if self.num_reusing else 0
         least_rows = 1 if self.input_size else 0
         rows = (
-            ("full_head_size", self.full_head_size, 1, MAX_HEAD_SIZE),
-            ("full_num_kv_heads", self.full_num_kv_heads, 1, MAX_SIZE),
-            ("num_reusing", self.num_reusing, 0, len(layer_types) - 1),
-            ("reusing_inner", self.reusing_inner, least_inner, MAX_SIZE),
-            ("input_size", self.input_size, 0, MAX_SIZE),
-            ("input_vocab_size", self.input_vocab_size, least_rows, MAX_SIZE),
+            (f"{KEY}.full_head_size", self.full_head_size, 1, MAX_HEAD_SIZE),
+            (f"{KEY}.full_num_kv_heads", self.full_num_kv_heads, 1, MAX_SIZE),
+            (f"{KEY}.num_reusing", self.num_reusing, 0, len(layer_types) - 1),
+            (f"{KEY}.reusing_inner", self.reusing_inner, least_inner, MAX_SIZE),
+            (f"{KEY}.input_size", self.input_size, 0, MAX_SIZE),
+            (f"{KEY}.input_vocab_size", self.input_vocab_size, least_rows, MAX_SIZE),
         )
-        problems = Problems.from_table(*(
-            (not minimum <= value <= maximum,
-             f"{KEY}.{name} is {shorten(value)}, not of {minimum} to {maximum}",
-             "check the source model's config.json")
-            for name, value, minimum, maximum in rows
-        ))  # fmt: skip
+        problems = find_out_of_bounds(rows, "check the source model's config.json")
         if problems:
             return problems
         kept_types = set(layer_types[: len(layer_types) - self.num_reusing])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from specdec.errors import Problems, shorten
-from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE
+from specdec.errors import Problems
+from specdec.model.bounds import MAX_HEAD_SIZE, MAX_SIZE, find_out_of_bounds
 
 KEY = "linear_attention"  # of a checkpoint's config.json
 MAX_TAPS = 64
@@ -58,13 +58,12 @@ class LinearAttention:
     def find_problems(self, tp_size: int) -> Problems:
         """List what is inconsistent for so many ranks, each with a remedy."""
         limits = {"key_size": MAX_HEAD_SIZE, "value_size": MAX_HEAD_SIZE, "num_taps": MAX_TAPS}
-        rows = [(name, size, limits.get(name, MAX_SIZE)) for name, size in vars(self).items()]
-        return Problems.from_table(*(
-            (not 1 <= value <= limit,
-             f"{KEY}.{name} is {shorten(value)}, not of 1 to {limit}",
-             "check the source model's config.json")
-            for name, value, limit in rows
-        )) or Problems.from_table(
+        rows = [
+            (f"{KEY}.{name}", size, 1, limits.get(name, MAX_SIZE))
+            for name, size in vars(self).items()
+        ]
+        remedy = "check the source model's config.json"
+        return find_out_of_bounds(rows, remedy) or Problems.from_table(
             (self.num_value_heads % max(1, self.num_key_heads),
              f"{self.num_value_heads} value heads of the linear attention are not a multiple of its"
              f" {self.num_key_heads} key heads", "check the source model's config.json"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from specdec.errors import Problems, shorten
-from specdec.model.bounds import MAX_SIZE
+from specdec.errors import Problems
+from specdec.model.bounds import MAX_SIZE, find_out_of_bounds
 from specdec.model.linear_attention import MAX_TAPS
 
 KEY = "short_conv"  # of a checkpoint's config.json
@@ -40,15 +40,11 @@ class ShortConvSizes:
     def find_problems(self, tp_size: int) -> Problems:
         """List what is inconsistent for so many ranks, each with a remedy."""
         rows = (
-            ("num_channels", self.num_channels, 1, MAX_SIZE),
-            ("num_taps", self.num_taps, 2, MAX_TAPS),
+            (f"{KEY}.num_channels", self.num_channels, 1, MAX_SIZE),
+            (f"{KEY}.num_taps", self.num_taps, 2, MAX_TAPS),
         )
-        return Problems.from_table(*(
-            (not minimum <= value <= limit,
-             f"{KEY}.{name} is {shorten(value)}, not of {minimum} to {limit}",
-             "check the source model's config.json")
-            for name, value, minimum, limit in rows
-        )) or Problems.from_table(
+        remedy = "check the source model's config.json"
+        return find_out_of_bounds(rows, remedy) or Problems.from_table(
             (self.num_channels % tp_size,
              f"{self.num_channels} channels of the short convolutions do not split over"
              f" tp_size={tp_size}", "use a tp_size that divides them"),

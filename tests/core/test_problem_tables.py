@@ -49,6 +49,7 @@ from tests.engine.models import make_model
 FOLDERS = "specdec generate convert build run serve train export verify audit measure doctor"
 # Rows that a test of whole folders meets, by module.
 ELSEWHERE = {
+    "specdec/model/bounds.py": "tests/convert/test_hints.py",
     "specdec/model/config.py": "tests/convert/test_hints.py",
     "specdec/model/experts.py": "tests/convert/test_hints.py",
     "specdec/model/linear_attention.py": "tests/convert/test_hints.py",
