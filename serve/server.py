@@ -16,7 +16,6 @@ from typing import Any
 import uvicorn
 
 from specdec import Engine, SpecDecError, UsageError
-from specdec.command.settings import require
 from specdec.decode.drafters import read_drafting
 from specdec.decode.ranks.processes import end_ranks, leave_signals
 from specdec.decode.settings import DecodeSettings
@@ -32,6 +31,7 @@ from .access import MAX_HEADER_BYTES, AccessControl
 from .app import Endpoints
 from .cors import Cors, read_origins
 from .metrics import Metrics
+from .models import hold_engines, place_models
 from .ollama import ModelCard
 from .protocol import Connection
 from .scheduler import JobScheduler
@@ -44,7 +44,7 @@ SWITCH_SECONDS = 0.0005  # switch interval of threads; Python's default is 0.005
 
 def serve(settings: ServeSettings) -> None:
     """Load the engine and serve until a signal; SpecDecError where either fails."""
-    require(settings)
+    settings = place_models(settings)
     # Errors of options are raised before the engine is loaded.
     key = read_key(settings.api_key_file)
     check_address(settings, key)
@@ -52,7 +52,9 @@ def serve(settings: ServeSettings) -> None:
         settings.cors_origin, has_key=key is not None, is_anonymous=settings.allow_anonymous
     )
     read_drafting(settings, None)
-    with keep_signals(), open_socket(settings) as listener, load(settings) as engine:
+    with keep_signals(), open_socket(settings) as listener, contextlib.ExitStack() as stack:
+        settings = hold_engines(stack, settings)
+        engine = stack.enter_context(load(settings))
         EngineServer(settings, engine, key).run_until_signal(listener)
         end_ranks(is_done=True)
 

@@ -10,6 +10,7 @@ from specdec.methods import list_options
 from specdec.options import add_options, like, option_group
 from specdec.text.call_formats import AUTO, NO_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 
+MODELS = option_group("Models")
 ADDRESS = option_group("Address")
 ENGINE = option_group("Engine")
 LOAD = option_group("Load")
@@ -22,7 +23,24 @@ DEFAULT_SESSION_GB = 20.0
 class ServeSettings:
     """Options of specdec-serve: each field is a flag and a recipe key."""
 
-    engine_dir: Path = like(DecodeSettings, "engine_dir", group="Engine")
+    model_dir: str | None = MODELS(
+        folder="model", metavar="BASE",
+        help="The model: a Hugging Face folder, a Hub id, or a GGUF file. Its engine is made, or"
+        " taken from the cache of specdec generate.",
+    )  # fmt: skip
+    drafter_model_dir: str | None = MODELS(
+        metavar="DRAFTER", help="A trained drafter for the model, of any method, or a small model."
+    )
+    draft_model_dir: str | None = MODELS(
+        folder="model", metavar="SMALL", help="A small model that drafts for it."
+    )
+    quantization: str | None = MODELS(
+        choices=("int8", "int4"), help="Store the model's layers as int8 or int4."
+    )
+    engine_dir: Path = ENGINE(
+        folder="engine", metavar="DIR",
+        help="Folder written by specdec-build, in the place of a model.",
+    )  # fmt: skip
     tokenizer_dir: str | None = like(DecodeSettings, "tokenizer_dir", group="Engine")
     chat_template: str | None = like(DecodeSettings, "chat_template")
     allow_special_tokens: bool = like(DecodeSettings, "allow_special_tokens")
@@ -33,7 +51,9 @@ class ServeSettings:
         8000, minimum=0, maximum=65535, help="Port to listen on; 0 takes a free one."
     )
     served_model_name: str | None = ENGINE(
-        metavar="NAME", help="What clients call the model; if not given, the engine folder's name."
+        metavar="NAME",
+        help="What clients call the model; if not given, the name of the model or of the"
+        " engine folder.",
     )
     tool_call_parser: str = ENGINE(
         AUTO,

@@ -35,7 +35,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specdec-run --engine-dir engine --tokenizer-dir BASE --input-file FILE.jsonl --json",
     ),
     "serve": (
-        "specdec-serve --engine-dir engine",
+        "specdec-serve --model-dir model.gguf",
         "specdec-serve --engine-dir engine --host 0.0.0.0 --api-key-file key.txt",
     ),
     "train": (

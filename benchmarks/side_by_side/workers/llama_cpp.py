@@ -23,11 +23,17 @@ class Server(wire.Server):
         local = ["--host", "127.0.0.1"]
         super().__init__([*words, *local], START_SECONDS, stdout=sys.stderr, stderr=sys.stderr)
 
-    def complete(self, prompt: list[int], max_output_len: int) -> dict[str, Any]:
-        """Continue a prompt of tokens greedily; nothing of earlier prompts is used again."""
+    def complete(
+        self, prompt: list[int], max_output_len: int, *, ends: bool = True
+    ) -> dict[str, Any]:
+        """Continue a prompt of tokens greedily; nothing of earlier prompts is used again.
+
+        ends: whether the model's own end of a text ends it.
+        """
         body = {
             "prompt": prompt, "n_predict": max_output_len, "temperature": 0.0, "top_k": 1,
             "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"],
+            "ignore_eos": not ends,
         }  # fmt: skip
         request = urllib.request.Request(
             f"{self.address}/completion", json.dumps(body).encode(),

@@ -1,0 +1,69 @@
+"""Models in the place of engine folders: `specdec-serve --model-dir`."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Engine, UsageError
+from specdec.serve.models import hold_engines, place_models
+from specdec.serve.settings import ServeSettings
+from tests.conftest import make_llama, make_tokenizer
+from tests.serve.servers import CLIENT, post, serve_here
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = make_llama(tmp_path_factory.mktemp("served"), seed=5)
+    make_tokenizer(target)
+    return target
+
+
+def test_a_model_is_served_as_python_loads_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    asked = ServeSettings(model_dir=str(model_dir), max_batch_size=2, max_seq_len=64, device="cpu")
+    with contextlib.ExitStack() as stack:
+        settings = hold_engines(stack, place_models(asked))
+        with serve_here(
+            settings.engine_dir, tokenizer_dir=settings.tokenizer_dir, max_batch_size=2,
+            served_model_name=settings.served_model_name,
+        ) as (_, url):  # fmt: skip
+            (card,) = CLIENT.get(f"{url}/v1/models").json()["data"]
+            told = post(url, "/v1/completions", prompt="abc", max_tokens=8, temperature=0)
+        assert (card["id"], card["max_model_len"]) == (model_dir.name, 64)
+        engine = stack.enter_context(Engine.load(model_dir, max_batch_size=2, max_seq_len=64))
+        (expected,) = engine.generate(["abc"], max_output_len=8)
+    assert told["choices"][0]["text"] == expected.text
+    assert len(list(tmp_path.glob("**/engine/config.json"))) == 1  # both took the kept one
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({}, "missing --model-dir, or --engine-dir"),
+        ({"model_dir": "MODEL", "engine_dir": Path("e")}, "--model-dir and --engine-dir are both"),
+        ({"engine_dir": Path("e"), "quantization": "int8"}, "--quantization without --model-dir"),
+        ({"engine_dir": Path("e"), "draft_model_dir": "MODEL"}, "--draft-model-dir without"),
+        ({"model_dir": "/nowhere"}, "--model-dir /nowhere is no model's folder"),
+        ({"model_dir": "MODEL", "draft_model_dir": "/nowhere"}, "--draft-model-dir /nowhere is no"),
+        (
+            {"model_dir": "MODEL", "draft_model_dir": "MODEL", "draft_engine_dir": Path("e")},
+            "--draft-model-dir and --draft-engine-dir are both given",
+        ),
+    ],
+)
+def test_models_that_cannot_be_served(options: dict[str, Any], fact: str, model_dir: Path) -> None:
+    values = {name: str(model_dir) if v == "MODEL" else v for name, v in options.items()}
+    with pytest.raises(UsageError, match=fact):
+        place_models(ServeSettings(**values))
+
+
+def test_ranks_of_a_launcher_need_an_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.system.logs.get_launched_rank", lambda: 1)
+    with pytest.raises(UsageError, match="--model-dir under a launcher"):
+        place_models(ServeSettings(model_dir=str(model_dir)))
