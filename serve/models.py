@@ -26,9 +26,6 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
      "give the model, or leave it out: an engine has been made with its drafter"),
     (lambda s: not s.model_dir and not s.engine_dir,
      "missing --model-dir, or --engine-dir", "give it on the command line or in a --config recipe"),
-    (lambda s: s.model_dir and logs.get_launched_rank() is not None,
-     "--model-dir under a launcher, whose ranks need one engine folder",
-     "make it with specdec-convert and specdec-build, and give --engine-dir"),
 )  # fmt: skip
 
 
@@ -40,6 +37,11 @@ def place_models(settings: ServeSettings) -> ServeSettings:
     refuse_contradictions(settings, CONTRADICTIONS)
     if settings.model_dir is None:
         return settings
+    if logs.get_launched_rank() is not None:
+        raise UsageError(
+            "--model-dir under a launcher, whose ranks need one engine folder",
+            "make it with specdec-convert and specdec-build, and give --engine-dir",
+        )
     models = {name: model for name in PLACES if (model := getattr(settings, name)) is not None}
     for name, model in models.items():
         if not is_model(model):

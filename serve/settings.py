@@ -32,10 +32,10 @@ class ServeSettings:
         metavar="DRAFTER", help="A trained drafter for the model, of any method, or a small model."
     )
     draft_model_dir: str | None = MODELS(
-        folder="model", metavar="SMALL", help="A small model that drafts for it."
+        folder="model", metavar="SMALL", rare=True, help="A small model that drafts for it."
     )
     quantization: str | None = MODELS(
-        choices=("int8", "int4"), help="Store the model's layers as int8 or int4."
+        choices=("int8", "int4"), rare=True, help="Store the model's layers as int8 or int4."
     )
     engine_dir: Path = ENGINE(
         folder="engine", metavar="DIR",
@@ -82,7 +82,9 @@ class ServeSettings:
     max_seq_len: int | None = LOAD(
         minimum=2, help="Tokens of a prompt and its output; the engine's own if not given."
     )
-    max_queue: int = LOAD(256, minimum=0, help="Requests that may wait; beyond, clients get 429.")
+    max_queue: int = LOAD(
+        256, minimum=0, rare=True, help="Requests that may wait; beyond, clients get 429."
+    )
     prompt_chunk: int | None = LOAD(
         minimum=1,
         help="Tokens of new prompts that are read in a step of running requests; if not given, as"

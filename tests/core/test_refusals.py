@@ -48,6 +48,16 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("build --output-dir e --emit-triton t --triton-parameters tokenizer_dir=d draft.a=b",
          "--triton-parameters draft.a without --triton-draft-engine-dir", "give the draft engine"),
     ],
+    "specdec.serve.models": [
+        ("serve", "missing --model-dir, or --engine-dir",
+         "give it on the command line or in a --config recipe"),
+        ("serve --model-dir o/m --engine-dir e", "--model-dir and --engine-dir are both given",
+         LEAVE_ONE),
+        ("serve --model-dir o/m --draft-model-dir o/s --draft-engine-dir e",
+         "--draft-model-dir and --draft-engine-dir are both given", LEAVE_ONE),
+        ("serve --engine-dir e --quantization int8", "--quantization without --model-dir",
+         "give the model, or leave it out: an engine has been made with its drafter"),
+    ],
     "specdec.doctor.cli": [
         ("doctor --clear-cache --engine-dir e",
          "--clear-cache does nothing else, and --engine-dir was given too",
