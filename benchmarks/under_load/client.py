@@ -70,6 +70,19 @@ async def ask_documents(
     return found
 
 
+async def ask_bytes(address: str, path: str, body: Body) -> bytes:
+    """Return the whole of an answer or stream, of any protocol; SystemExit where it is refused."""
+    reader, writer = await _send(address, path, json.dumps(body).encode())
+    try:
+        status, headers = await _read_head(reader)
+        answer = await _read_rest(reader, headers)
+    finally:
+        writer.close()
+    if status != 200:
+        raise SystemExit(f"{address}: status {status}: {answer[:500]!r}")
+    return answer
+
+
 async def get(address: str, path: str) -> bytes:
     """The body that a path has."""
     reader, writer = await _send(address, path, None)
