@@ -14,7 +14,15 @@ from specdec.errors import SpecDecError, shorten
 from specdec.system.http_client import HttpClient, NoAnswer, Response
 from specdec.system.logs import get_logger
 
-from .answers import AnyPrompt, BadAnswer, Completion, Counts, join_events, read_answer
+from .answers import (
+    AnyPrompt,
+    BadAnswer,
+    Completion,
+    Counts,
+    add_counts,
+    join_events,
+    read_answer,
+)
 from .events import StreamFault, find_faults, read_events
 
 MAX_BYTES = 64 * 2**20  # most bytes of an answer
@@ -245,37 +253,50 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 class Counters:
-    """Reader of the counters on a server's metrics page."""
+    """Reader of the counters on a server's metrics pages: one, or one for each replica."""
 
     def __init__(
-        self, server: ServerClient, url: str | None, key: str | None, timeout: float
+        self, server: ServerClient, urls: Sequence[str], key: str | None, timeout: float
     ) -> None:
         """Set the reader up.
 
-        url: the page, which must exist; None looks beside the server's API, where
-        a page may be missing. The key goes to no other host than the server's.
+        urls: the pages, which must exist; none looks beside the server's API, where a page may be
+        missing. The key goes to no other host than the server's.
         """
-        self._is_required, self._model = url is not None, server.model
-        self._url = url or f"{server.root}/metrics"
-        is_same_host = _find_origin(self._url) == _find_origin(server.root)
-        self._http = HttpClient(key if is_same_host else None, timeout)
+        self._is_required, self._model = bool(urls), server.model
+        self._pages: dict[str, HttpClient] = {}
+        for url in urls or [f"{server.root}/metrics"]:
+            is_same_host = _find_origin(url) == _find_origin(server.root)
+            self._pages[url] = HttpClient(key if is_same_host else None, timeout)
 
     def read(self) -> Counts | None:
         """Return the counts of speculation when they no longer grow; None for none."""
-        counts = self._read_page()
+        counts = self._read_pages()
         for _ in range(MAX_LOOKS):
             if counts is None:
                 break
             time.sleep(SETTLING)
-            new_counts = self._read_page()
+            new_counts = self._read_pages()
             if new_counts == counts:
                 break
             counts = new_counts
         return counts
 
-    def _read_page(self) -> Counts | None:
+    def _read_pages(self) -> Counts | None:
+        """Return the sum of the pages' counts; None where none of them counts speculation."""
+        page_counts = {url: self._read_page(url) for url in self._pages}
+        terms = [counts for counts in page_counts.values() if counts is not None]
+        if terms and len(terms) < len(page_counts):
+            silent = next(url for url, counts in page_counts.items() if counts is None)
+            raise SpecDecError(
+                f"{silent} counts no drafts of model {self._model!r}, other pages do",
+                "check that each replica speculates, and that --metrics-url names replicas only",
+            )
+        return add_counts(terms) if terms else None
+
+    def _read_page(self, url: str) -> Counts | None:
         try:
-            response = self._http.exchange(self._url, None, MAX_BYTES)
+            response = self._pages[url].exchange(url, None, MAX_BYTES)
             if response.is_success:
                 return read_counters(response.data.decode(errors="replace"), self._model)
             reason = f"HTTP {response.status}"
@@ -283,7 +304,7 @@ class Counters:
             reason = lost.reason
         if self._is_required:
             raise SpecDecError(
-                f"{self._url} has no metrics: {reason}", "check --metrics-url, or leave it out"
+                f"{url} has no metrics: {reason}", "check --metrics-url, or leave it out"
             )
         return None
 

@@ -49,8 +49,11 @@ class AuditSettings:
         metavar="DIR", help="Tokenizer of --reference-engine; the one it holds if not given."
     )
     device: str = like(DecodeSettings, "device", "Device of --reference-engine.", group="Reference")
-    metrics_url: str | None = SERVER(
-        metavar="URL", help="The server's counters; /metrics beside /v1 if not given."
+    metrics_url: list[str] = SERVER(
+        [],
+        metavar="URL...",
+        help="The server's counters, or those of each replica behind a router, which are summed;"
+        " /metrics beside /v1 if not given.",
     )
     api_key_file: Path | None = SERVER(
         help="File that holds the server's key; if not given, SPECDEC_API_KEY."
@@ -106,16 +109,28 @@ def check_settings(settings: AuditSettings) -> None:
                 flags = f"--{name} without --{reference_name}".replace("_", "-")
                 raise UsageError(flags, "leave it out")
     _check_agent(settings)
-    for flag in ("base_url", "reference_url", "metrics_url"):
-        if (url := getattr(settings, flag)) is not None:
-            source = f"--api-key-file or {SERVER_KEY_VARIABLE}"
-            check_url(url, "--" + flag.replace("_", "-"), "audit", source)
+    _check_urls(settings)
     for name in settings.checks:
         if name not in CHECKS:
             raise UsageError(
                 f"--checks: there is no check {name!r}{suggest(name, CHECKS)}",
                 f"the checks are {', '.join(CHECKS)}",
             )
+
+
+def _check_urls(settings: AuditSettings) -> None:
+    """Raise the errors of addresses that are none, and of a metrics page that is named twice."""
+    source = f"--api-key-file or {SERVER_KEY_VARIABLE}"
+    for flag, urls in (
+        ("--base-url", [settings.base_url]),
+        ("--reference-url", [settings.reference_url]),
+        ("--metrics-url", settings.metrics_url),
+    ):
+        for url in urls:
+            if url is not None:
+                check_url(url, flag, "audit", source)
+    if len(set(settings.metrics_url)) < len(settings.metrics_url):
+        raise UsageError("--metrics-url names a page twice", "give each replica's page once")
 
 
 def _check_agent(settings: AuditSettings) -> None:

@@ -23,6 +23,7 @@ from specdec.model.config import FLOAT_DTYPES
 from specdec.system import logs
 from specdec.text.tokenizer import copy_files
 
+from .deploy import describe_deployment, write_deployment
 from .lacks import find_writer
 from .runtimes import RUNTIMES, make_command
 from .settings import ExportSettings
@@ -46,6 +47,8 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
         command = make_command(order)
         if source.kind == "plain":
             add_companions(settings, contents)
+        if settings.deploy is not None:
+            contents.texts |= write_deployment(order)
         with stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged:
             write_folder(staged, order, contents, command)
     title = RUNTIMES[settings.to].title
@@ -168,4 +171,6 @@ def describe_folder(order: Order, contents: Contents, command: str) -> str:
         f"{len(contents.tensors)} tensors in `{contents.weights_name}`.",
     ]
     lines += [f"`{name}` is not among them: it {why}." for name, why in source.left_out.items()]
+    if order.settings.deploy is not None:
+        lines += describe_deployment(order)
     return "\n".join(lines) + "\n"

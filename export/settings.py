@@ -21,6 +21,7 @@ from specdec.options import (
 MODELS = option_group("Models")
 FORMAT = option_group("Format")
 USE = option_group("Use")
+DEPLOYMENT = option_group("Deployment")
 
 RUNTIME_NAMES = ("vllm", "speculators", "sglang", "gguf", "trtllm-pytorch", "edge-llm", "hf")
 FOLDERS = tuple(method.folder for method in METHODS.values() if method.folder)
@@ -76,6 +77,22 @@ class ExportSettings:
     trtllm_version: str = FORMAT(
         "1.2", choices=("1.2", "1.3"), help="With --to trtllm-pytorch: whose key names."
     )
+    deploy: str | None = DEPLOYMENT(
+        choices=("k8s", "dynamo", "llm-d"),
+        help="With --to vllm: add the manifests that serve the folder there, and a job that audits"
+        " the server.",
+    )
+    audit_image: str | None = DEPLOYMENT(
+        metavar="IMAGE", help="With --deploy: the job's container image, which has specdec."
+    )
+    image: str | None = DEPLOYMENT(
+        metavar="IMAGE", help="With --deploy: the replicas' container image, not its default."
+    )
+    storage: str = DEPLOYMENT(
+        "models", metavar="CLAIM", help="With --deploy: the claim of the volume with the models."
+    )
+    replicas: int = DEPLOYMENT(2, minimum=1, metavar="N", help="With --deploy: servers.")
+    gpus: int = DEPLOYMENT(1, minimum=1, metavar="N", help="With --deploy: GPUs of a server.")
     force: bool = setting(False, help="Replace the output folder.")
     json: bool = setting(False, help="Print what was written as one JSON object.")
 
@@ -103,6 +120,24 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
         lambda s: s.trtllm_version != "1.2" and s.to != "trtllm-pytorch",
         "--trtllm-version has no effect without --to trtllm-pytorch", "leave it out",
+    ),
+    (
+        lambda s: s.deploy is not None and s.to != "vllm",
+        "--deploy writes manifests of vLLM", "give --to vllm, or leave it out",
+    ),
+    (
+        lambda s: s.deploy is not None and s.audit_image is None,
+        "missing --audit-image", "give an image that has specdec with its extra audit",
+    ),
+    *(
+        (
+            lambda s, name=name, default=default: s.deploy is None and getattr(s, name) != default,
+            f"{name_flag(name)} has no effect without --deploy", "leave it out",
+        )
+        for name, default in (
+            ("audit_image", None), ("image", None), ("storage", "models"), ("replicas", 2),
+            ("gpus", 1),
+        )
     ),
 )  # fmt: skip
 

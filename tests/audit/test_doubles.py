@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from specdec.audit.server import read_counters
 from tests.audit.doubles import MODEL, Double
 from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
+from tests.loopback import LoopbackServer
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,31 @@ def find_wrong(report: dict[str, Any]) -> dict[str, str]:
 def get(report: dict[str, Any], name: str) -> dict[str, Any]:
     check: dict[str, Any] = next(c for c in report["checks"] if c["name"] == name)
     return check
+
+
+class Router(LoopbackServer):
+    """Router that hands each request to the next of its servers."""
+
+    def __init__(self, servers: list[Double]) -> None:
+        self.turns = itertools.cycle(servers)
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        next(self.turns).answer(handler)
+
+
+def test_replicas_behind_a_router() -> None:
+    """The counters of all replicas are added; one replica's alone would contradict the answers."""
+    with Double("vllm") as one, Double("vllm") as other, Router([one, other]) as router:
+        pages = [f"{server.url}/metrics" for server in (one, other)]
+        status, report, err = audit(f"{router.url}/v1", "--metrics-url", *pages)
+        assert (status, find_wrong(report)) == (0, {}), err
+        evidence = get(report, "acceptance")["evidence"]
+        assert (evidence["source"], evidence["acceptance_length"]) == ("metrics", 3.0)
+        assert evidence["drafts"] == 2 * 6 * 8  # rounds, prompts, steps of 24 tokens
+        status, _, err = audit(router.url, "--metrics-url", pages[0], f"{one.url}/v1/models")
+        assert "/v1/models counts no drafts of model 'double'" in read_error_lines(err)[0]
+        status, _, err = audit(router.url, "--metrics-url", pages[0], pages[0])
+        assert (status, "names a page twice" in err) == (2, True)
 
 
 @pytest.mark.parametrize("style", ["vllm", "llama", "bare"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +122,40 @@ def serve(kind: str, environments: Path, work: Path, drafter: Path) -> Iterator[
         server.end()
 
 
-def audit(address: str, kind: str, reference: Path, prompts: Path) -> dict[str, dict[str, Any]]:
-    """The checks that hold at a server of this kind, by name."""
+@contextlib.contextmanager
+def route(folder: Path, addresses: list[str]) -> Iterator[str]:
+    """Debian's nginx in front of servers, which takes them by turns; yield its address."""
+    program = shutil.which("nginx", path="/usr/sbin:/usr/bin")
+    if program is None:
+        pytest.skip("there is no nginx: apt-get install nginx-light")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    servers = " ".join(f"server {url.removeprefix('http://')};" for url in addresses)
+    folder.mkdir()
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        f"http {{ access_log off; upstream replicas {{ {servers} }} server {{\n"
+        f"listen 127.0.0.1:{port}; location / {{ proxy_pass http://replicas; proxy_buffering off;"
+        " proxy_read_timeout 600s; } } }\n"
+    )
+    process = subprocess.Popen([program, "-c", str(folder / "nginx.conf")])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def audit(
+    address: str, kind: str, reference: Path, prompts: Path, pages: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """The checks that hold at a server of this kind, by name. pages: of replicas' counters."""
     left_out = WRONG_IN_VLLM if kind == "vllm" else ()
     report = audit_server(
         AuditSettings(
             base_url=f"{address}/v1", model="target", reference_engine=reference, device="cpu",
-            same_drafter=True,
+            same_drafter=True, metrics_url=list(pages),
             tokenizer_dir=str(PYCODE / "target"), prompts=prompts, max_tokens=32, near_tie=0.001,
             checks=[name for name in CHECKS if name not in left_out], timeout=600.0,
         )
@@ -143,6 +172,22 @@ def test_a_clean_server(
     drafter = export(work, kind, f"audited-{kind}")
     with serve(kind, environments, work, drafter) as address:
         checks = audit(address, kind, reference, few_prompts)
+    assert all(check["verdict"] != FAILED for check in checks.values())
+    for name in ("greedy", "own_choice", "stops", "limits", "acceptance", "drafter"):
+        assert checks[name]["verdict"] == OK, name
+
+
+def test_two_replicas_behind_a_router(
+    environments: Path, work: Path, reference: Path, few_prompts: Path
+) -> None:
+    drafter = export(work, "vllm", "audited-replicas")
+    with contextlib.ExitStack() as stack:
+        replicas = [
+            stack.enter_context(serve("vllm", environments, work, drafter)) for _ in range(2)
+        ]
+        address = stack.enter_context(route(work / "router", replicas))
+        pages = [f"{replica}/metrics" for replica in replicas]
+        checks = audit(address, "vllm", reference, few_prompts, pages)
     assert all(check["verdict"] != FAILED for check in checks.values())
     for name in ("greedy", "own_choice", "stops", "limits", "acceptance", "drafter"):
         assert checks[name]["verdict"] == OK, name
