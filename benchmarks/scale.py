@@ -194,7 +194,7 @@ class DelayedServer(LoopbackServer):
 
 def run_answers(work: Path, rows: int, servers: int) -> Run:
     """Let several servers answer; the unit is a server's delay, the measure seconds."""
-    delay, concurrency = 1.0, 4
+    delay, concurrency = 4.0, 4
     prompts = work / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(rows)))
     doubles = [DelayedServer(delay) for _ in range(servers)]
@@ -281,8 +281,8 @@ def measure_bytes(work: Path, rows: int) -> tuple[int, int]:
 STAGES: dict[str, tuple[str, tuple[Callable[[Path], Run], ...]]] = {
     "answers": (
         "seconds", (
-            lambda work: run_answers(work, 24, 1), lambda work: run_answers(work, 96, 2),
-            lambda work: run_answers(work, 480, 3),
+            lambda work: run_answers(work, 8, 1), lambda work: run_answers(work, 48, 2),
+            lambda work: run_answers(work, 216, 3),
         ),
     ),
     "hidden states": (
