@@ -13,7 +13,8 @@ from .settings import VerifySettings
 @stage_command("verify", VerifySettings)
 def command(settings: VerifySettings) -> None:
     """Prove that a checkpoint is intact, or that an engine's text is its model's own."""
-    if settings.engine_dir is not None and settings.checkpoint_dir is None:
+    is_of_engine = settings.engine_dir is not None or settings.model_dir is not None
+    if is_of_engine and settings.checkpoint_dir is None:
         from .engine import verify_engine
         from .report import find_error
         from .report import format_report as format_engine_report

@@ -16,6 +16,7 @@ from specdec.command.settings import need
 from specdec.decode.api import Engine
 from specdec.decode.drafters import read_drafting
 from specdec.decode.drafters.defaults import add_suffixes
+from specdec.decode.models import make_engines
 from specdec.decode.outputs import Output
 from specdec.decode.ranks.part import choose_device
 from specdec.decode.requests import sum_stats
@@ -47,6 +48,7 @@ from .greedy import (
     find_wrong_end,
     judge_in_float32,
 )
+from .layers import choose_text, compare_layers
 from .quantized import compare_with_plain, measure_distance
 from .readings import find_wrong_readings, open_reference
 from .reference import Reference, check_pair, find_own_arithmetic, load_reference, read_end_ids
@@ -82,6 +84,26 @@ class EngineTexts:
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     """Compare an engine's text with its model's; return the verdict with every difference."""
     check_flags(settings)
+    with contextlib.ExitStack() as stack:
+        return _verify(hold_engine(stack, settings))
+
+
+def hold_engine(stack: contextlib.ExitStack, settings: VerifySettings) -> VerifySettings:
+    """Return the settings with an engine, which is made of the model where none is given.
+
+    stack: keeps it in the cache of specdec generate until it is closed.
+    """
+    if settings.engine_dir is not None:
+        return settings
+    load_config(need(settings.model_dir))  # what transformers does not know needs no engine
+    folders = make_engines(
+        stack, need(settings.model_dir), drafter=None, draft=None, limits={},
+        device=settings.device, options={"dtype": settings.dtype},
+    )  # fmt: skip
+    return dataclasses.replace(settings, engine_dir=Path(folders.engine))
+
+
+def _verify(settings: VerifySettings) -> dict[str, Any]:
     engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
     start = time.monotonic()
     engine, arithmetic, model_config = check_engine(settings)
@@ -104,6 +126,7 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
         reference = load_reference(model_dir, reference_dtype, texts.stats["device"])
         if arithmetic is None:
             divergences, facts = compare_with_model(reference, settings, texts, dtype, tell)
+            worst_text = facts.pop("worst_text")
         else:
             divergences, facts = compare_with_plain(texts.texts, texts.plain, dtype)
             distance = measure_distance(reference, texts.plain, dtype, tell)
@@ -111,6 +134,11 @@ def verify_engine(settings: VerifySettings) -> dict[str, Any]:
                 difference |= name_tokens(tokenizer, difference)
             facts |= {"quantization": arithmetic, "distance": {"dtype": reference_dtype} | distance}
     divergences = judge_in_float32(reference, divergences, texts.texts)
+    del reference  # what compares layers takes the memory for its own
+    if arithmetic is None and is_logits_fault(divergences, facts):
+        facts["layers"] = describe_layers(
+            settings, engine, texts, choose_text(divergences, texts.texts, worst_text)
+        )
     ends = read_end_ids(texts_dir, model_config, tokenizer)
     wrong_ends = (find_wrong_end(t, settings.max_output_len, *ends) for t in texts.texts)
     facts["wrong_ends"] += filter(None, wrong_ends)
@@ -201,7 +229,9 @@ def compare_with_model(
                 "convert the model with another --dtype: there is no text to compare with",
             )
         divergences += compare_text(text, model_tokens, logits, dtype)
-    difference, bound = max(distances, key=lambda pair: pair[0] / (pair[1] or math.inf))
+    shares = [difference / (bound or math.inf) for difference, bound in distances]
+    worst_text = max(range(len(shares)), key=shares.__getitem__)
+    difference, bound = distances[worst_text]
     sampling = None
     if settings.sampling:
         prompts = [text.input_ids for text in texts.batch[:NUM_PROMPTS]]
@@ -211,8 +241,27 @@ def compare_with_model(
         )  # fmt: skip
     return divergences, {
         "lossy": False, "wrong_ends": [], "logit_difference": difference, "logit_bound": bound,
-        "sampling": sampling,
+        "sampling": sampling, "worst_text": worst_text,
     }  # fmt: skip
+
+
+def is_logits_fault(divergences: Sequence[Divergence], facts: Mapping[str, Any]) -> bool:
+    """Return whether an engine computes other logits than its model, by more than rounding."""
+    is_far = not facts["logit_difference"] <= facts["logit_bound"]
+    return is_far or any(divergence.cause == "logits" for divergence in divergences)
+
+
+def describe_layers(
+    settings: VerifySettings, engine: EngineConfig, texts: EngineTexts, tokens: list[int]
+) -> dict[str, Any] | None:
+    """Return the comparison of layers for a text; None where an engine has several ranks."""
+    engine_dir, model_dir = need(settings.engine_dir), need(settings.model_dir)
+    model = engine.checkpoint.model
+    if model.tp_size > 1:
+        return None
+    label = f"comparing the layers of {engine_dir} with those of {model_dir}"
+    with logs.show_waiting(label, logger):
+        return compare_layers(engine_dir, model_dir, tokens, model.dtype, texts.stats["device"])
 
 
 def open_tokenizers(engine_dir: Path, texts_dir: str) -> tuple[Any, Any]:

@@ -78,7 +78,31 @@ def format_logits(report: dict[str, Any]) -> list[str]:
     ]
     if not report["logit_difference"] <= report["logit_bound"]:
         lines.append("  note: that is more than rounding; the texts alone decide the verdict")
+    if (sentence := describe_layers(report)) is not None:
+        lines.append(f"  layers: {sentence}")
     return lines
+
+
+def describe_layers(report: dict[str, Any]) -> str | None:
+    """Return what the comparison of layers found; None where they were not compared."""
+    if (layers := report.get("layers")) is None or not layers["num_tokens"]:
+        return None
+    if (first := layers["first"]) is not None:
+        return (
+            f"{first['name']} differs first ({first['module']} of the model):"
+            f" {first['difference']:.3g} at token {first['token']}, where"
+            f" {first['tolerance']:.3g} is allowed; from the model's own input, in"
+            f" {first['tokens']} of {layers['num_tokens']} tokens"
+        )
+    if layers["plain_is_right"]:
+        return (
+            f"each part of each layer computes the model's numbers for {layers['num_tokens']}"
+            " tokens read at once: the difference comes with drafts, batches, or from the cache"
+        )
+    return (
+        "each part of each layer computes the model's numbers from the model's own input: the"
+        " difference grows over the layers, or comes from the kernel that runs them in one call"
+    )
 
 
 def format_divergences(divergences: list[dict[str, Any]], labels: tuple[str, ...]) -> list[str]:
@@ -174,7 +198,11 @@ def find_error(report: dict[str, Any]) -> SpecDecError | None:
         pair = f"{report['engine_dir']} with speculation differs from itself without"
     divergences = [divergence for divergence in report["divergences"] if not divergence["near_tie"]]
     if divergences:
-        return _make_text_error(pair, divergences, with_itself=with_itself)
+        error = _make_text_error(pair, divergences, with_itself=with_itself)
+        sentence = describe_layers(report)
+        if sentence is None:
+            return error
+        return SpecDecError(f"{error.message}; {sentence}", error.hint)
     if report["wrong_ends"]:
         return SpecDecError(f"{pair}: {report['wrong_ends'][0]}", END_HINT)
     if report["wrong_readings"]:

@@ -46,13 +46,18 @@ class VerifySettings:
     engine_dir: Path | None = ENGINE_TEXT(
         folder="engine",
         metavar="ENGINE",
-        help="The engine whose text is compared with its model's.",
+        help="The engine whose text is compared with its model's; if not given, the one that"
+        " specdec generate makes of the model, or has in its cache.",
     )
     model_dir: str | None = ENGINE_TEXT(
         folder="model",
         metavar="HF",
         help="Folder or Hub id of the base model that the engine was made from.",
     )
+    dtype: str = ENGINE_TEXT(
+        "auto", choices=("auto", "float16", "bfloat16", "float32"),
+        help="Without --engine-dir: type of the engine that is made; auto keeps the model's.",
+    )  # fmt: skip
     verify_hashes: bool = ENGINE_TEXT(
         False, help="Compare every byte of the engine with its manifest first."
     )
@@ -108,8 +113,7 @@ def _find_pair(settings: VerifySettings) -> str | None:
 OF_CHECKPOINT: tuple[Contradiction, ...] = (
     _idle((*CHECKPOINT_FLAGS, *SHARED_FLAGS).__contains__, "--checkpoint-dir, a claim of its own"),
     (lambda s: s.checkpoint_dir is None,
-     "missing --checkpoint-dir, or --engine-dir and --model-dir",
-     "name the checkpoint or the engine to verify"),
+     "missing --checkpoint-dir, or --model-dir", "name the checkpoint or the model to verify"),
 )  # fmt: skip
 GREEDY = _idle(lambda name: name not in SAMPLING_FLAGS, "greedy text alone: --sampling is absent")
 OF_ENGINE: tuple[Contradiction, ...] = (
@@ -117,6 +121,8 @@ OF_ENGINE: tuple[Contradiction, ...] = (
     (lambda s: not s.sampling and GREEDY[0](s), *GREEDY[1:]),
     (lambda s: not 0 < s.temperature < 100, "--temperature is {temperature:g}",
      "give a number above 0 and below 100"),
+    (lambda s: s.engine_dir is not None and s.dtype != "auto",
+     "--dtype with --engine-dir, which has a type", "leave one out"),
     (_find_pair, "{found} without --draft-engine-dir", "give the draft model's engine"),
 )  # fmt: skip
 
@@ -127,5 +133,5 @@ def check_flags(settings: VerifySettings) -> None:
     if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(names):
         refuse_contradictions(settings, OF_CHECKPOINT)
         return
-    require(settings, "engine_dir", "model_dir")
+    require(settings, "model_dir")
     refuse_contradictions(settings, OF_ENGINE)

@@ -89,6 +89,7 @@ class Decoder:
         # Layers whose outputs are kept, and those of the last step side by side, [B, T, n * D].
         self.observed_layers: tuple[int, ...] = ()
         self.observed_outputs: Tensor | None = None
+        self.recording_layers: TorchLayers | None = None  # that every step goes through, if any
         self.dtype = TORCH_DTYPES[model.dtype]
         self.kernels = kernels
         is_asked, prepack = prepack, prepack and can_prepack(self.dtype, device)
@@ -211,6 +212,13 @@ class Decoder:
             return self.kernels.cap_logits(logits.contiguous(), scale, limit)
         return cap(logits.float() * scale, limit).to(logits.dtype)
 
+    @property
+    def separate_layers(self) -> TorchLayers | KernelLayers:
+        """The way through the layers in which each part of one is computed by a call of its own."""
+        if isinstance(self._native, NativeLayers):
+            return KernelLayers(self.stack, self._native.kernels)
+        return self._torch if self._native is None else self._native
+
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D].
 
@@ -256,6 +264,8 @@ class Decoder:
         return x
 
     def _choose_layers(self, step: Step) -> TorchLayers | KernelLayers | NativeLayers:
+        if self.recording_layers is not None:
+            return self.recording_layers
         is_long = step.tokens.shape[1] > MAX_NATIVE_TOKENS
         return self._native if self._native is not None and not is_long else self._torch
 

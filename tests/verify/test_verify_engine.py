@@ -451,7 +451,7 @@ def test_errors_of_specdec_run_are_told(plain: Path, parent: Path, tmp_path: Pat
     ("flags", "message"),
     [
         ({"engine_dir": Path("e")}, "missing --model-dir"),
-        ({"model_dir": "m"}, "missing --engine-dir"),
+        ({"model_dir": "m", "engine_dir": Path("e"), "dtype": "float32"}, "--dtype with --engine"),
     ],
 )
 def test_wrong_usage(flags: dict[str, Any], message: str) -> None:
