@@ -172,15 +172,17 @@ def measure_processor(command: Sequence[object]) -> float:
 
 
 class DelayedServer(LoopbackServer):
-    """Server of a target that answers each request after a fixed delay."""
+    """Server of a target that answers each request after a fixed delay. times: of its answers."""
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
+        self.times: list[float] = []
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(length)) if length else {}
         if body:
+            self.times.append(time.monotonic())
             time.sleep(self.delay)
         choice = {"index": 0, "text": " pass", "finish_reason": "stop"}
         models = {"data": [{"id": "target"}]}
@@ -190,10 +192,14 @@ class DelayedServer(LoopbackServer):
         handler.send_header("Content-Type", "application/json")
         handler.end_headers()
         handler.wfile.write(data)
+        self.times.append(time.monotonic())
 
 
 def run_answers(work: Path, rows: int, servers: int) -> Run:
-    """Let several servers answer; the unit is a server's delay, the measure seconds."""
+    """Let several servers answer; the unit is a second in which all of their places are busy.
+
+    The measure is seconds from the first request to the last answer, as the servers see them.
+    """
     delay, concurrency = 4.0, 4
     prompts = work / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(rows)))
@@ -202,15 +208,14 @@ def run_answers(work: Path, rows: int, servers: int) -> Run:
     for double in doubles:
         double.__enter__()
         urls.append(f"{double.url}/v1")
-    start = time.monotonic()
     measure_processor(
         ["train", "data", "--input", prompts, "--completion", "--model", "target", "--force",
          "--base-url", *urls, "--concurrency", concurrency, "--output", work / "data.jsonl"]
     )  # fmt: skip
-    taken = time.monotonic() - start
     for double in doubles:
         double.__exit__(None, None, None)
-    return Run(rows * delay / (servers * concurrency), taken)
+    times = [moment for double in doubles for moment in double.times]
+    return Run(rows * delay / (servers * concurrency), max(times) - min(times))
 
 
 ROW_TOKENS = 256
