@@ -249,6 +249,7 @@ def read_model(settings: ConvertSettings, opened: OpenedTarget) -> tuple[ModelCo
     kinds = {
         "a hybrid of linear and full attention": model.linear_attention,
         "a hybrid of convolutions and attention": model.short_conv,
+        "a hybrid of Mamba-2 and attention": model.mamba2,
         "a model whose layers have several sizes": model.layer_sizes,
     }
     kind = next((name for name, sizes in kinds.items() if sizes is not None), None)

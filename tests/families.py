@@ -37,14 +37,19 @@ CLASSES = {
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "granitemoeshared": ("GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM"),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
 }
 # Those that TensorRT-LLM has no class for, 0.14 or none; and those whose checkpoint is another's.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CONVOLVING = ("lfm2", "lfm2_moe")
+GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 OWN = (
     "gemma4", "gpt_oss", "ministral3", "seed_oss", "smollm3", "stablelm", *HYBRIDS, *CONVOLVING,
+    *GRANITES[1:],
 )  # fmt: skip
-NOT_IN_014 = (*OWN, "gemma3", "granite", "qwen3", "qwen3_moe")
+NOT_IN_014 = (*OWN, "gemma3", "granite", "granitemoe", "qwen3", "qwen3_moe")
 WRITTEN_AS = {"ministral": "MistralForCausalLM"}
 MAX_POSITIONS = 48
 SCALED_QUERIES = {
@@ -82,7 +87,14 @@ EXPERTS |= {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "num_dense_layers": 1, "routed_scaling_factor": 1.5,
     },
+    **dict.fromkeys(GRANITES, {
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+        "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.6,
+        "logits_scaling": 1.5,
+    }),
 }  # fmt: skip
+for _family in GRANITES[1:]:
+    EXPERTS[_family] = EXPERTS[_family] | {"shared_intermediate_size": 48}
 
 
 def make_family_model(
@@ -137,6 +149,10 @@ def make_family_model(
         if family in CONVOLVING:
             kinds = ("conv", "full_attention")
             values["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
+        elif family == "granitemoehybrid":
+            kinds = ("linear_attention", "full_attention")
+            values |= {"mamba_n_heads": heads, "mamba_d_state": 16, "mamba_n_groups": 1}
+            values["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
     elif family == "lfm2":
         values |= {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3]}
     elif family == "stablelm":
@@ -177,7 +193,7 @@ def _randomize(model: Any, family: str, hidden: int, seed: int) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() > 1 and "embed" in key or "wte" in key or "wpe" in key:
                 weight.copy_(noise)
-            elif key.endswith((".conv.conv.weight", "expert_bias")):
+            elif key.endswith((".conv.conv.weight", "expert_bias", ".mamba.conv1d.weight")):
                 weight.copy_(noise)
             elif weight.dim() > 1:
                 weight.copy_(noise * (2.0 / hidden**0.5))
@@ -200,6 +216,16 @@ def make_convolving(parent: Path, **config: Any) -> Path:
         "layer_types": ["conv", "full_attention", "conv", "conv"],
     }  # fmt: skip
     return make_family_model(parent, "lfm2_moe", **sizes | config)
+
+
+def make_mamba(parent: Path, **config: Any) -> Path:
+    """Write a random Granite 4 of the size of the other tests' targets."""
+    sizes: dict[str, Any] = {
+        "heads": 4, "kv_heads": 2, "layers": 4, "intermediate": 128, "rms_norm_eps": 0.1,
+        "vocab": 128, "shared_intermediate_size": 64, "max_position_embeddings": 256,
+        "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+    }  # fmt: skip
+    return make_family_model(parent, "granitemoehybrid", **sizes | config)
 
 
 def make_hybrid(parent: Path, *, vocab: int = 128, **config: Any) -> Path:

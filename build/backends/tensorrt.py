@@ -155,9 +155,11 @@ def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: An
     if isinstance(drafter, EagleParams) and drafter.mask_token_id is not None:
         unknown = "P-EAGLE"
     flags = sorted(set(list_flags(model.arithmetic)) - COMPUTED)
-    flags += ["linear attention"] if model.linear_attention is not None else []
-    flags += ["short convolutions"] if model.short_conv is not None else []
-    flags += ["layers of several sizes"] if model.layer_sizes is not None else []
+    kinds = {
+        "linear attention": model.linear_attention, "short convolutions": model.short_conv,
+        "Mamba-2": model.mamba2, "layers of several sizes": model.layer_sizes,
+    }  # fmt: skip
+    flags += [name for name, sizes in kinds.items() if sizes is not None]
     least = min(map(float, capabilities))
     # What a checkpoint needs, and the first compute capability with it.
     is_fp8 = checkpoint.quantization.quant_algo == FP8

@@ -18,7 +18,7 @@ from specdec.model.config_reader import (
 )
 from specdec.model.experts import Experts, name_shared
 from specdec.model.rotary_scaling import find_scaling_problems, get_kind
-from specdec.model.tensors import EMBEDDING, HEAD
+from specdec.model.tensors import EMBEDDING, HEAD, ROUTER
 from specdec.system import logs
 from specdec.trtllm.facts import DEFAULT_LABEL
 
@@ -98,7 +98,8 @@ class Family:
     model_type: transformers' name of it, where that is not `name`.
     modules: canonical module -> the family's modules that make it, one below the other, or the
     `SourceRows` of them; `{layer}` stands for a layer's number, and weight and bias follow their
-    module. Those with `{expert}` are repeated for each expert.
+    module. Those with `{expert}` are repeated for each expert. dense_modules: those that a model
+    without experts has in their place.
     prefixes: the beginning of the names of `modules`, then those that writers put in its place.
     ignored: patterns of tensors that carry no weights.
     always_shares: TensorRT-LLM's own checkpoints of the family store a tied head as the embedding
@@ -117,6 +118,9 @@ class Family:
     model_type: str = ""
     architectures: tuple[str, ...]
     modules: Mapping[str, tuple[str | SourceRows, ...]]
+    dense_modules: Mapping[str, tuple[str | SourceRows, ...]] = dataclasses.field(
+        default_factory=dict
+    )
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ROTARY_BUFFERS
     is_tied_by_default: bool = False
@@ -227,14 +231,16 @@ class Family:
         present_names: Collection[str],
     ) -> dict[str, tuple[SourceRows, ...]]:  # fmt: skip
         """Map canonical tensor names to the family's own, under one prefix."""
-        source_rows = {}
+        source_rows, family_modules = {}, {**self.modules}
+        if not any(name.endswith(ROUTER) for name in canonical):
+            family_modules |= self.dense_modules
         for name in canonical:
             module, _, kind = name.rpartition(".")
             match = _LAYER.search(module)
             layer = match.group(1) if match else ""
             generic = _LAYER.sub(".layers.{layer}.", module)
             # TensorRT-LLM 0.14's names, see `Experts.shared_name`.
-            modules = self.modules[generic.replace("}.shared_expert", "}.mlp.shared_expert")]
+            modules = family_modules[generic.replace("}.shared_expert", "}.mlp.shared_expert")]
             has_experts = any("{expert}" in str(rows) for rows in modules)
             source_rows[name] = tuple(
                 self._name_rows(rows, layer, kind, prefix, expert)

@@ -179,13 +179,14 @@ def read_multipliers(
     }
 
 
+MULTIPLIERS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+    "output_multiplier_scale",
+)  # fmt: skip
 GRANITE = Family(  # the dense ones of Granite 3
     name="granite",
     architectures=("GraniteForCausalLM",),
     modules=MODULES,
     read_config=decoder(read_biases, read_multipliers, max_positions=2048),
-    describe=add_keys(
-        "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-        "output_multiplier_scale", base=describe,
-    ),
+    describe=add_keys(*MULTIPLIERS, base=describe),
 )  # fmt: skip

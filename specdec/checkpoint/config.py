@@ -19,6 +19,8 @@ from specdec.model.experts import parse_experts
 from specdec.model.layer_sizes import KEY as SIZES_KEY
 from specdec.model.layer_sizes import LayerSizes
 from specdec.model.linear_attention import KEY, LinearAttention
+from specdec.model.mamba2 import KEY as MAMBA_KEY
+from specdec.model.mamba2 import Mamba2Sizes
 from specdec.model.quantization import Quantization, parse_quantization
 from specdec.model.short_conv import KEY as CONV_KEY
 from specdec.model.short_conv import ShortConvSizes
@@ -31,7 +33,8 @@ KINDS: Mapping[str, type] = {
 # Fields that are not read from a key of their name.
 # Objects of fields of their own, by the key that each is read from.
 OBJECTS: Mapping[str, type] = {
-    KEY: LinearAttention, CONV_KEY: ShortConvSizes, SIZES_KEY: LayerSizes,
+    KEY: LinearAttention, CONV_KEY: ShortConvSizes, MAMBA_KEY: Mamba2Sizes,
+    SIZES_KEY: LayerSizes,
 }  # fmt: skip
 COMPUTED_FIELDS = (
     "architecture", "tp_size", "pp_size", "experts", "own_arithmetic", *OBJECTS,

@@ -105,7 +105,8 @@ class Decoder:
             name = "transformer.position_embedding.weight"
             self.position_embedding = take_tensor(weights, name)
         else:
-            self.rotary, local_rotary = make_tables(model, num_positions, self.dtype, device)
+            tables = _make_used_tables(model, num_positions, self.dtype, device)
+            self.rotary, local_rotary = tables
         self.embedding_scale = compute_embedding_scale(model)
         maker = ModuleMaker(
             model=model, weights=weights, rank=self.rank, tables=(self.rotary, local_rotary),
@@ -325,6 +326,15 @@ class Decoder:
                 " scaling changes all keys there",
                 "ask for fewer tokens, or give a longer prompt",
             )
+
+
+def _make_used_tables(
+    model: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[RotaryTable | None, RotaryTable | None]:
+    """Make the tables of rotations; none for a model whose layers rotate nothing."""
+    if len(model.arithmetic.layers_without_positions) == model.num_hidden_layers:
+        return None, None
+    return make_tables(model, num_positions, dtype, device)
 
 
 def compute_embedding_scale(model: ModelConfig) -> float:

@@ -39,8 +39,8 @@ class ExpertLayer:
 
     up, down: linears of the rank's experts; the first half of up's outputs is multiplied by the
     second half, activated, or as a `CutGate` says. shared_expert: up, down and gate [1, D] of the
-    expert that every token takes. counters: steps so far, their tokens, and the experts that these
-    chose.
+    expert that every token takes, whose gate may be None. counters: steps so far, their tokens, and
+    the experts that these chose.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ExpertLayer:
         router: Router,
         up: Sequence[Linear],
         down: Sequence[Linear],
-        shared_expert: tuple[Linear, Linear, Tensor] | None,
+        shared_expert: tuple[Linear, Linear, Tensor | None] | None,
         kernels: NativeKernels | None,
     ) -> None:
         self.sizes, self.local_experts = sizes, sizes.list_rank_experts(rank)
@@ -114,8 +114,10 @@ class ExpertLayer:
             sums.index_add_(0, tokens, y.float() * weights[tokens, ranks, None])
         if self.shared_expert is not None:
             up, down, gate = self.shared_expert
-            amount = torch.nn.functional.linear(rows, gate).float().sigmoid()
-            sums += amount * self._run_one(up, down, rows).float()
+            output = self._run_one(up, down, rows).float()
+            if gate is not None:
+                output = torch.nn.functional.linear(rows, gate).float().sigmoid() * output
+            sums += output
         return sums.to(h.dtype).view_as(h)
 
     def _run_one(self, up: Linear, down: Linear, x: Tensor) -> Tensor:

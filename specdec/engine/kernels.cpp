@@ -14,6 +14,8 @@
 // Legend: B rows, T tokens a row, N query heads, K key/value heads, H head size, S positions,
 // R cache rows, D hidden, I inner size.
 
+#include "kernels/delta_net.h"
+#include "kernels/mamba2.h"
 #include "kernels/short_conv.h"
 #include "kernels/layers.h"
 
@@ -49,7 +51,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 29; }
+int64_t specdec_abi_version() { return 30; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -129,9 +131,23 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       E *window, float *keys, float *deltas, float *decays, E *inputs, const float *weights,      \
       const float *rate, const float *bias, const E *norm, float epsilon,                         \
       const DeltaSizes *sizes) {                                                                  \
-    DeltaNet<E> net = {qkvz, ba, out, reinterpret_cast<const Run *>(runs), num_runs, state,       \
-                       window, keys, deltas, decays, inputs, weights, rate, bias, norm, epsilon,  \
-                       *sizes};                                                                   \
+    const DeltaSizes &s = *sizes;                                                                 \
+    DeltaNet<E> net = {{qkvz, reinterpret_cast<const Run *>(runs), num_runs, state, window, keys, \
+                        deltas, decays, inputs, weights, rate, bias, s,                           \
+                        2 * (s.K * s.I + s.V * s.J)},                                             \
+                       ba, out, norm, epsilon};                                                   \
+    net.run();                                                                                    \
+  }                                                                                               \
+  void specdec_run_mamba2_##suffix(                                                               \
+      const E *product, void *out, const int64_t *runs, int64_t num_runs, float *state, E *window, \
+      float *keys, float *deltas, float *decays, E *inputs, const float *weights,                 \
+      const float *conv_bias, const float *rate, const float *bias, const float *skip,            \
+      const E *norm, float epsilon, int64_t is_normed, const DeltaSizes *sizes) {                 \
+    const DeltaSizes &s = *sizes;                                                                 \
+    Mamba2<E> net = {{product, reinterpret_cast<const Run *>(runs), num_runs, state, window,      \
+                      keys, deltas, decays, inputs, weights, rate, bias, s,                       \
+                      2 * (s.K * s.I + s.V * s.J) + s.V},                                         \
+                     out, conv_bias, skip, norm, epsilon, is_normed != 0};                        \
     net.run();                                                                                    \
   }                                                                                               \
   void specdec_run_short_conv_##suffix(                                                           \
@@ -189,7 +205,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
   SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)             \
   SPECDEC_TYPES(specdec_run_delta_net_##suffix) SPECDEC_TYPES(specdec_unpack_rows_##suffix)           \
-  SPECDEC_TYPES(specdec_run_short_conv_##suffix)
+  SPECDEC_TYPES(specdec_run_short_conv_##suffix) SPECDEC_TYPES(specdec_run_mamba2_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
 

@@ -24,13 +24,15 @@ from specdec.engine.integers import (
 )
 from specdec.engine.layers import Attention, CutGate, Norm, name_activation
 from specdec.engine.linear import Linear
+from specdec.engine.mamba2 import Mamba2
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_matrices import KernelMatrix, Weight
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.short_conv import ShortConv
-from specdec.engine.torch_layers import Layer, LayerInputs, Mixture, Stack
+from specdec.engine.torch_layers import Layer, LayerInputs, Mixture, Recurrent, Stack
 from specdec.model.config import ModelConfig, Recurrence
 from specdec.model.linear_attention import LinearAttention
+from specdec.model.mamba2 import Mamba2Sizes
 from specdec.model.quantization import SCALES
 from specdec.model.short_conv import ShortConvSizes
 from specdec.model.tensors import (
@@ -40,6 +42,7 @@ from specdec.model.tensors import (
     LAYER_INPUT_NORM,
     LAYER_INPUTS,
     LINEAR_MODULE,
+    MAMBA_MODULE,
     ROUTER,
     ROUTER_BIAS,
     SCORE_BIAS,
@@ -97,7 +100,7 @@ class ModuleMaker:
         """Make all layers of the rank."""
         model, arithmetic = self.model, self.model.arithmetic
         return Stack(
-            layers=[self.make_layer(index) for index in range(model.num_hidden_layers)],
+            layers=[self.make_layer(index, group) for index in range(model.num_hidden_layers)],
             final_norm=None if arithmetic.is_post_norm else self.make_norm("transformer.ln_f"),
             num_heads=model.num_attention_heads // model.tp_size,
             num_kv_heads=model.get_num_kv_heads(),
@@ -143,7 +146,7 @@ class ModuleMaker:
         like = take_tensor(self.weights, "transformer.ln_f.weight")
         return Norm(like.new_ones(size), None, self.model.norm_epsilon)
 
-    def make_layer(self, index: int) -> Layer:
+    def make_layer(self, index: int, group: Group | None = None) -> Layer:
         prefix, arithmetic = f"transformer.layers.{index}.", self.model.arithmetic
         post_norm = None if arithmetic.is_parallel else self.make_norm(prefix + "post_layernorm")
         dense_norm = down_norm = None
@@ -155,7 +158,7 @@ class ModuleMaker:
             up, down = f"{DENSE_MODULE}fc", f"{DENSE_MODULE}proj"
         has_experts = self.model.get_experts(index) is not None
         has_mlp = not has_experts or arithmetic.adds_experts
-        recurrence, mixer, product = self._make_recurrence(index, prefix)
+        recurrence, mixer, product = self._make_recurrence(index, prefix, group)
         parts = self._make_uneven(index, prefix)
         product = product if parts["source"] is None else "q"
         return Layer(
@@ -176,8 +179,8 @@ class ModuleMaker:
         )
 
     def _make_recurrence(
-        self, index: int, prefix: str
-    ) -> tuple[DeltaNet | ShortConv | None, str, str]:
+        self, index: int, prefix: str, group: Group | None
+    ) -> tuple[Recurrent | None, str, str]:
         """Make what a layer has in place of attention; return it, its module and first product."""
         sizes, layer_types = self.model.get_recurrence(index), self.model.layer_types
         if sizes is None or layer_types is None:
@@ -186,8 +189,30 @@ class ModuleMaker:
         if isinstance(sizes, ShortConvSizes):
             short_conv = self._make_short_conv(sizes, number, prefix + CONV_MODULE)
             return short_conv, CONV_MODULE, "in_proj"
+        if isinstance(sizes, Mamba2Sizes):
+            mamba2 = self._make_mamba2(sizes, number, prefix + MAMBA_MODULE, group)
+            return mamba2, MAMBA_MODULE, "in_proj"
         delta_net = self._make_delta_net(sizes, number, prefix + LINEAR_MODULE)
         return delta_net, LINEAR_MODULE, "qkvz"
+
+    def _make_mamba2(
+        self, sizes: Mamba2Sizes, number: int, prefix: str, group: Group | None
+    ) -> Mamba2:
+        model, weights = self.model, self.weights
+        rank_sizes = sizes.split(model.tp_size)
+        bias = take_tensor(weights, prefix + "channels.bias").float() if sizes.conv_bias else None
+        return Mamba2(
+            sizes=rank_sizes,
+            index=number,
+            taps=self._take_taps(rank_sizes, prefix),
+            conv_bias=bias,
+            decay=-take_tensor(weights, prefix + "A_log").exp(),
+            bias=take_tensor(weights, prefix + "dt_bias"),
+            skip=take_tensor(weights, prefix + "D"),
+            norm=Norm(take_tensor(weights, prefix + "norm.weight"), None, model.norm_epsilon),
+            group=None if sizes.splits_groups(model.tp_size) else group,
+            kernels=self.kernels,
+        )
 
     def _make_short_conv(self, sizes: ShortConvSizes, number: int, prefix: str) -> ShortConv:
         rank_sizes = sizes.split(self.model.tp_size)
@@ -258,7 +283,8 @@ class ModuleMaker:
         if sizes.shared_inner:
             name = prefix + sizes.shared_name
             # Not in a file that may be let go.
-            gate = take_tensor(weights, f"{name}_gate.weight").clone()
+            gate = find_tensor(weights, f"{name}_gate.weight")
+            gate = None if gate is None else gate.clone()
             up_linear, down_linear = (self.make_linear(f"{name}.{kind}") for kind in ("fc", "proj"))
             shared_expert = up_linear, down_linear, gate
         return ExpertLayer(

@@ -35,7 +35,7 @@ from specdec.engine.native_models import (
     count_lines,
 )
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
-from specdec.model.linear_attention import LinearAttention
+from specdec.model.linear_attention import HeadStateSizes
 from specdec.system import logs
 
 logger = logs.get_logger(__name__)
@@ -183,7 +183,7 @@ class NativeKernels(MatrixKernels):
         rate and the bias of the decay, [V].
         """
         sizes, (batch, num_tokens) = states.sizes, qkvz.shape[:2]
-        assert isinstance(sizes, LinearAttention)
+        assert isinstance(sizes, HeadStateSizes)
         width, heads, channels = sizes.sections[2], sizes.num_value_heads, sizes.num_channels
         check_all(
             self.dtype,
@@ -206,6 +206,49 @@ class NativeKernels(MatrixKernels):
             qkvz.data_ptr(), ba.data_ptr(), output.data_ptr(), states.table.ctypes.data,
             len(states.table),
             *(tensor.data_ptr() for tensor in (*layer_states, *weights, norm.weight)), norm.epsilon,
+            ctypes.addressof(record),
+        )  # fmt: skip
+        return output
+
+    def run_mamba2(
+        self, product: Tensor, states: LinearStates, index: int,
+        weights: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor], norm: Norm, *,
+        is_normed: bool,
+    ) -> Tensor:  # fmt: skip
+        """Run a Mamba-2 layer over [B, T, W], as `Mamba2.mix` does.
+
+        The runs are those that the states have begun; the layer's states are written.
+
+        index: which of these layers it is. weights: float32, of the convolution [taps, C], its bias
+        [C] or None, and A, the bias of the rates, and D, [V]. is_normed: otherwise outputs are
+        float32, and what the norm would read.
+        """
+        sizes, (batch, num_tokens) = states.sizes, product.shape[:2]
+        assert isinstance(sizes, HeadStateSizes)
+        width, heads, channels = sizes.sections[2], sizes.num_value_heads, sizes.num_channels
+        check_all(
+            self.dtype,
+            ("product", product, (batch, num_tokens, channels + width + heads)),
+            ("a norm's weight", norm.weight, (width,)),
+        )
+        shapes = (sizes.num_taps, channels), (channels,), (heads,), (heads,), (heads,)
+        for tensor, shape in zip(weights, shapes, strict=True):
+            check("taps, biases, decay or skip", tensor, torch.float32, *shape)
+        layer_states = (
+            states.state[index],
+            states.window[index],
+            *(log[index] for log in states.log),
+        )
+        dtype = self.dtype if is_normed else torch.float32
+        output = product.new_zeros((batch, num_tokens, width), dtype=dtype)
+        record = DeltaSizes(
+            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps,
+            states.log[0].shape[2],
+        )  # fmt: skip
+        self._call(
+            "run_mamba2",
+            product.data_ptr(), output.data_ptr(), states.table.ctypes.data, len(states.table),
+            *map(get_pointer, (*layer_states, *weights, norm.weight)), norm.epsilon, is_normed,
             ctypes.addressof(record),
         )  # fmt: skip
         return output

@@ -87,7 +87,7 @@ class SearchShape(ctypes.Structure):
 
 
 class DeltaSizes(ctypes.Structure):
-    """Sizes of a layer of linear attention, the kernels' `DeltaSizes` in kernels/delta_net.h."""
+    """Sizes of a layer with head states, the kernels' `DeltaSizes` in kernels/head_states.h."""
 
     _fields_ = [(name, INT) for name in ("K", "V", "I", "J", "taps", "P")]
 

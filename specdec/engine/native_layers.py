@@ -37,6 +37,7 @@ def describe_coverage(model: ModelConfig) -> str:
     covered = ["products", "norms", "attention", *(["experts"] if model.experts else [])]
     covered += ["linear attention"] if model.linear_attention is not None else []
     covered += ["short convolutions"] if model.short_conv is not None else []
+    covered += ["Mamba-2"] if model.mamba2 is not None else []
     if model.arithmetic.mlp != "plain" and activation in GATES:
         return ", ".join([*covered, f"gated {activation}"])
     if model.arithmetic.mlp == "plain" and activation in PLAIN_ACTIVATIONS and model.tp_size == 1:

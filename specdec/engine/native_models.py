@@ -39,6 +39,10 @@ def count_lines(table: RotaryTable | None, dtype: torch.dtype) -> float:
     return len(table.cos) - table.query_shift
 
 
+# Up and down, packed, and the gate.
+SharedExpert = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
     """Sizes of a layer's experts: the model's hidden size, and the inner ones of an expert.
@@ -77,14 +81,14 @@ class PackedExperts:
     """A rank's experts of a layer as the kernels take them: a record of pointers and sizes.
 
     router: float32 [E, hidden]; up, down: packed, of the rank's experts; shared_expert: packed up
-    and down, and the gate [1, hidden], or None; counters: steps, tokens and experts that
+    and down, and the gate [1, hidden] or None, or None; counters: steps, tokens and experts that
     these chose, which the kernels count up. The tensors are kept alive.
     """
 
     def __init__(
         self, kernels: MatrixKernels, router: Tensor, up: Sequence[Tensor | None],
         down: Sequence[Tensor | None],
-        shared_expert: tuple[Tensor | None, Tensor | None, Tensor] | None, sizes: ExpertSizes,
+        shared_expert: SharedExpert | None, sizes: ExpertSizes,
         counters: np.ndarray[Any, Any], biases: ExpertBiases | None = None,
     ) -> None:  # fmt: skip
         assert up[0] is not None
@@ -115,7 +119,7 @@ class PackedExperts:
 
     def _check_matrices(
         self, dtype: torch.dtype, up: Sequence[Tensor | None], down: Sequence[Tensor | None],
-        shared_expert: tuple[Tensor | None, Tensor | None, Tensor] | None, sizes: ExpertSizes,
+        shared_expert: SharedExpert | None, sizes: ExpertSizes,
     ) -> None:  # fmt: skip
         hidden = sizes.hidden
         matrices = [(up, 2 * sizes.inner, hidden), (down, hidden, sizes.inner)]

@@ -22,6 +22,7 @@ from specdec.engine.kv_cache import POSITION_BLOCK, KVCache
 from specdec.engine.layers import ACTIVATIONS, Attention, Norm, attend
 from specdec.engine.linear import Linear
 from specdec.engine.linear_states import LinearStates, Runs
+from specdec.engine.mamba2 import Mamba2
 from specdec.engine.rotary import RotaryTable, rotate
 from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
@@ -30,6 +31,7 @@ from specdec.engine.tree import BoolArray, IntArray
 
 # The last layer's output [B, T, D], and those of the observed layers side by side, [B, T, n * D].
 Outcome = tuple[Tensor, Tensor | None]
+Recurrent = DeltaNet | ShortConv | Mamba2  # in place of attention over the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Layer:
 
     up: of a plain MLP, or gate and up stacked. post_norm: None where attention and MLP share the
     input norm. dense_norm, down_norm: norms of the outputs of `dense` and `down`, None for none.
-    experts: in place of up and down. recurrence: linear attention or a short convolution in place
-    of attention over the cache, with qkv for its first product. source: the earlier layer whose
+    experts: in place of up and down. recurrence: what keeps a state in place of attention over the
+    cache, with qkv for its first product. source: the earlier layer whose
     keys and values this one reads; qkv has queries alone then. mixture: norms of an MLP and of
     experts beside it. inputs: how the layer reads a token's own numbers. scalar: of its output.
     """
@@ -79,7 +81,7 @@ class Layer:
     dense_norm: Norm | None = None
     down_norm: Norm | None = None
     experts: ExpertLayer | None = None
-    recurrence: DeltaNet | ShortConv | None = None
+    recurrence: Recurrent | None = None
     source: int | None = None
     mixture: Mixture | None = None
     inputs: LayerInputs | None = None

@@ -17,13 +17,14 @@ import numpy as np
 
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.model.bounds import MAX_MODULES, MAX_SIZE
-from specdec.model.config import CONV, FULL, LINEAR, SLIDING, list_layer_types
+from specdec.model.config import CONV, FULL, LINEAR, MAMBA, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
 from .file import PLAIN, StoredTensor, decode
-from .names import MISTRAL, MIXTRAL, READ, GgufArchitecture
+from .names import GRANITE_DENSE, GRANITE_SHARED, MISTRAL, MIXTRAL, READ, GgufArchitecture
 
 CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
+STATEFUL = (*CONVOLVING, "granitehybrid")  # whose layers without keys have no heads of them
 SIGMOID = 2  # llama.cpp's number of a function of the router's outputs
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
 # Keys that change nothing in the models that are read; None: whatever they say.
@@ -120,14 +121,23 @@ def find_architecture(data: Metadata) -> GgufArchitecture:
             f"{data.path} holds an architecture that is not read: {data.name}",
             f"these are: {', '.join(READ)}",
         )
+    return _find_variant(data) or READ[data.name]
+
+
+def _find_variant(data: Metadata) -> GgufArchitecture | None:
+    """Find the architecture of a file whose name has several; None for the usual one."""
     if data.name == "llama" and data.get("expert_count", 0):
         return MIXTRAL
     if data.name == "llama" and data.get("attention.sliding_window"):
         return MISTRAL
+    if data.name == "granitemoe" and data.get("expert_shared_feed_forward_length"):
+        return GRANITE_SHARED
+    if data.name == "granitehybrid" and not data.get("expert_count", 0):
+        return GRANITE_DENSE
     marks = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
     if data.name == "mistral3" and not any(data.get(key) for key in marks):
         return MISTRAL  # Mistral Small 3
-    return READ[data.name]
+    return None
 
 
 def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -174,10 +184,10 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
 
 
 def _count_kv_heads(data: Metadata, num_heads: int) -> int:
-    """Return the heads of keys of each layer; those of a convolution, 0, do not count."""
+    """Return the heads of keys of each layer; those of a layer with a state, 0, do not count."""
     key = "attention.head_count_kv"
     counts = data.get(key, all_layers=True)
-    if data.name not in CONVOLVING or not isinstance(counts, list):
+    if data.name not in STATEFUL or not isinstance(counts, list):
         return data.count(key, num_heads)
     different_counts = {count for count in counts if count != 0} or {1}
     count = different_counts.pop()
@@ -282,9 +292,9 @@ def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, An
 ExtraReader = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
-def _has_bias(data: Metadata, module: str) -> bool:
+def _has_bias(data: Metadata, module: str, layer: int = 0) -> bool:
     fused = "attn_qkv" if module == "attn_q" else module  # --fuse-qkv of llama.cpp's converter
-    return f"blk.0.{module}.bias" in data.tensors or f"blk.0.{fused}.bias" in data.tensors
+    return any(f"blk.{layer}.{name}.bias" in data.tensors for name in (module, fused))
 
 
 def _read_biases(data: Metadata, _: object) -> dict[str, Any]:
@@ -389,12 +399,16 @@ def _read_ministral3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if data.get("rope.scaling.finetuned", True) is False:
         data.refuse("a Granite without rotary embedding is not read")
-    size = config["head_dim"]
-    return _read_biases(data, config) | {
+    return _read_biases(data, config) | _read_multipliers(data, config)
+
+
+def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read the factors of Granite's embeddings, scores, residuals and logits."""
+    return {
         "embedding_multiplier": data.get("embedding_scale") or 1.0,
         "residual_multiplier": data.get("residual_scale") or 1.0,
         "logits_scaling": data.need("logit_scale"),
-        "attention_multiplier": data.get("attention.scale") or 1 / math.sqrt(size),
+        "attention_multiplier": data.get("attention.scale") or 1 / math.sqrt(config["head_dim"]),
     }
 
 
@@ -421,15 +435,64 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return fields if data.name == "qwen35" else fields | _read_experts(data, config)
 
 
-def _read_lfm2(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Read which layers have a short convolution, and how a mixture's experts are chosen."""
-    num_layers = config["num_hidden_layers"]
+def _read_stateful(data: Metadata, num_layers: int, kind: str) -> list[str]:
+    """Read which layers have keys; the others, which have no heads of them, are of a kind."""
     counts = data.get("attention.head_count_kv", all_layers=True)
     counts = counts if isinstance(counts, list) else [1] * num_layers
     if len(counts) != num_layers:
         data.refuse(f"attention.head_count_kv has {len(counts)} numbers for {num_layers} layers")
+    return [FULL if count else kind for count in counts]
+
+
+def _read_granite_moe(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read a mixture's experts, and the size of the one that every token takes."""
+    shared_inner = data.get("expert_shared_feed_forward_length", 0)
+    if data.name == "granitehybrid" and not data.get("expert_count", 0):
+        experts = {"num_local_experts": 0}
+        shared_inner = config["intermediate_size"]
+    else:
+        experts = {
+            "num_local_experts": data.count("expert_count"),
+            "num_experts_per_tok": data.count("expert_used_count"),
+        }
+    if shared_inner or data.name == "granitehybrid":
+        experts["shared_intermediate_size"] = shared_inner
+    return (
+        _read_multipliers(data, config)
+        | experts
+        | {
+            "attention_bias": any(
+                _has_bias(data, "attn_q", n) for n in range(config["num_hidden_layers"])
+            )
+        }
+    )
+
+
+def _read_granite_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read the sizes of Mamba-2, and which layers attend."""
+    heads, width = data.count("ssm.time_step_rank"), data.count("ssm.inner_size")
+    expand = width // config["hidden_size"]
+    if width != expand * config["hidden_size"]:
+        data.refuse(f"ssm.inner_size {width} is no multiple of {config['hidden_size']} numbers")
+    types = _read_stateful(data, config["num_hidden_layers"], MAMBA)
+    first = types.index(MAMBA) if MAMBA in types else 0
+    is_rotated = data.get("rope.scaling.finetuned", True)
+    return _read_granite_moe(data, config) | {
+        "layer_types": types, "position_embedding_type": "rope" if is_rotated else "nope",
+        "mamba_n_heads": heads, "mamba_d_head": width // heads, "mamba_expand": expand,
+        "mamba_n_groups": data.count("ssm.group_count"),
+        "mamba_d_state": data.count("ssm.state_size"),
+        "mamba_d_conv": data.count("ssm.conv_kernel"),
+        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in data.tensors,
+        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in data.tensors,
+    }  # fmt: skip
+
+
+def _read_lfm2(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Read which layers have a short convolution, and how a mixture's experts are chosen."""
+    num_layers = config["num_hidden_layers"]
     fields = {
-        "layer_types": [FULL if count else CONV for count in counts], "conv_bias": False,
+        "layer_types": _read_stateful(data, num_layers, CONV), "conv_bias": False,
         "conv_L_cache": data.count("shortconv.l_cache"),
     }  # fmt: skip
     if data.name == "lfm2":
@@ -474,6 +537,9 @@ EXTRA_READERS: dict[str, ExtraReader] = {
     "gemma3_text": _read_gemma,
     "phi3": _read_phi3,
     "granite": _read_granite,
+    "granitemoe": _read_granite_moe,
+    "granitemoeshared": _read_granite_moe,
+    "granitemoehybrid": _read_granite_hybrid,
     "stablelm": _read_stablelm,
     "smollm3": lambda data, _: _read_biases(data, _) | {"no_rope_layer_interval": 4},
     "seed_oss": lambda data, _: _read_biases(data, _) | {

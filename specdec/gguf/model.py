@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,7 +136,7 @@ class GgufModel:
                 )
                 return
         for inner_module, entry in self._name_part(module, stored):
-            bare = inner_module.endswith(("A_log", "dt_bias", "sinks", "expert_bias"))
+            bare = inner_module.endswith(("A_log", "dt_bias", "sinks", "expert_bias", "mamba.D"))
             yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
     def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
@@ -193,8 +194,12 @@ class GgufModel:
             stored = dataclasses.replace(
                 stored, shape=shape, row_bytes=stored.row_bytes * shape[-1]
             )
-        elif hf_module in ("linear_attn.conv1d", "conv.conv"):
+        elif hf_module in ("linear_attn.conv1d", "conv.conv", "mamba.conv1d") and len(shape) > 1:
             shape = (shape[0], 1, *shape[1:])
+        elif hf_module in ("mamba.A_log", "mamba.D", "mamba.norm") and stored.kind in PLAIN:
+            shape, row_size = (math.prod(shape),), math.prod(shape[1:])  # of matrices, by groups
+            row_bytes = stored.row_bytes // max(1, row_size)
+            stored = dataclasses.replace(stored, shape=shape, row_bytes=row_bytes)
         order, columns = None, None
         if self.architecture.deals_heads:
             order, columns = order_values(hf_module, self.config)
@@ -205,7 +210,7 @@ class GgufModel:
     def _find_change(self, module: str) -> Callable[[Array], Array] | None:
         """Return the function from a module's stored values to Hugging Face's, if they differ."""
         shift = np.float32(self.architecture.shift)
-        if module == "linear_attn.A_log":
+        if module in ("linear_attn.A_log", "mamba.A_log"):
             return lambda values: np.log(-values)
         is_shifted = "norm" in module.rpartition(".")[2] and module != "linear_attn.norm"
         return (lambda values: values - shift) if shift and is_shifted else None

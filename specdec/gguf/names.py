@@ -63,6 +63,21 @@ LFM2_MOE_NAMES = LFM2_NAMES | {
     "feed_forward.experts.{expert}.w3": "ffn_up_exps",
 }  # fmt: skip
 
+_GRANITE_MLP = {f"shared_mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
+GRANITE_NAMES = {
+    hf_module: module for hf_module, module in LAYER_NAMES.items() if "mlp." not in hf_module
+} | {
+    f"{hf_module}.{name}_proj": f"ffn_{name}_{kind}" for name in ("gate", "up", "down")
+    for hf_module, kind in (("block_sparse_moe.experts.{expert}", "exps"), ("shared_mlp", "shexp"))
+} | {"block_sparse_moe.router": "ffn_gate_inp"}  # fmt: skip
+# Without other experts the shared one has an MLP's names.
+GRANITE_DENSE_NAMES = GRANITE_NAMES | _GRANITE_MLP
+MAMBA_NAMES = {
+    "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d", "mamba.dt_bias": "ssm_dt",
+    "mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+}  # fmt: skip
+
 # Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
 HYBRID_NAMES = SEED_NAMES | {
     f"linear_attn.{hf_module}": gguf_module
@@ -118,6 +133,13 @@ READ = {
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", LFM2_NAMES),
     "lfm2moe": GgufArchitecture("Lfm2MoeForCausalLM", "lfm2_moe", LFM2_MOE_NAMES),
+    "granitemoe": GgufArchitecture(
+        "GraniteMoeForCausalLM", "granitemoe", GRANITE_NAMES, interleaves=True
+    ),
+    "granitehybrid": GgufArchitecture(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", GRANITE_NAMES | MAMBA_NAMES,
+        interleaves=True,
+    ),
     "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),
@@ -129,6 +151,11 @@ READ = {
 # What `llama` also is: with a window, and with experts.
 MISTRAL = GgufArchitecture("MistralForCausalLM", "mistral", interleaves=True)
 MIXTRAL = GgufArchitecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
+# What `granitemoe` also is with a shared expert, and `granitehybrid` without other experts.
+GRANITE_SHARED = dataclasses.replace(
+    READ["granitemoe"], architecture="GraniteMoeSharedForCausalLM", model_type="granitemoeshared"
+)
+GRANITE_DENSE = dataclasses.replace(READ["granitehybrid"], layer=GRANITE_DENSE_NAMES | MAMBA_NAMES)
 # Hugging Face's architecture -> llama.cpp's.
 ARCHITECTURES = {record.architecture: name for name, record in READ.items()} | {
     record.architecture: "llama" for record in (MISTRAL, MIXTRAL)

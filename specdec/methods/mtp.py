@@ -79,7 +79,7 @@ class MtpParams(NetParams):
         Its logits are multiplied as every drafter's are.
         """
         return dataclasses.replace(
-            model, num_hidden_layers=1, linear_attention=None, short_conv=None,
+            model, num_hidden_layers=1, linear_attention=None, short_conv=None, mamba2=None,
             layer_types=None if model.layer_types is None else (FULL,), share_embedding_table=False,
             output_multiplier_scale=1.0,
         )  # fmt: skip

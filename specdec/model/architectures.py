@@ -126,6 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm=True, window_pattern=6,
     ),
     "GraniteForCausalLM": Architecture(),
+    "GraniteMoeForCausalLM": Architecture(mlp="experts", activations=("swiglu",)),
 }  # fmt: skip
 
 # The key of a checkpoint's config.json with the flags of any other architecture.

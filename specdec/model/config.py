@@ -12,16 +12,17 @@ from specdec.model.bounds import MAX_HEAD_SIZE, MAX_MODULES, MAX_RANKS, MAX_SIZE
 from specdec.model.experts import Experts
 from specdec.model.layer_sizes import LayerSizes
 from specdec.model.linear_attention import LinearAttention
+from specdec.model.mamba2 import Mamba2Sizes
 from specdec.model.rotary_scaling import find_scaling_problems
 from specdec.model.short_conv import ShortConvSizes
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 # Kinds of a layer's attention, in transformers' names: of a window, of all tokens, or linear; or
-# a short convolution in its place.
-SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
-LAYER_TYPES = (SLIDING, FULL, LINEAR, CONV)
-RECURRENT = (LINEAR, CONV)  # which keep a state instead of keys and values
-Recurrence = LinearAttention | ShortConvSizes
+# a short convolution or Mamba-2 in its place.
+LAYER_TYPES = ("sliding_attention", "full_attention", "linear_attention", "conv", "mamba")
+SLIDING, FULL, LINEAR, CONV, MAMBA = LAYER_TYPES
+RECURRENT = (LINEAR, CONV, MAMBA)  # which keep a state instead of keys and values
+Recurrence = LinearAttention | ShortConvSizes | Mamba2Sizes
 
 
 def size(maximum: int = MAX_SIZE, *, minimum: int = 1, **default: Any) -> Any:
@@ -59,15 +60,15 @@ class ModelConfig:
     experts: the MLPs of a mixture; intermediate_size may then be any. own_arithmetic: what an
     architecture computes that ARCHITECTURES does not have.
 
-    linear_attention, short_conv: the sizes of the LINEAR and of the CONV layers of a hybrid; None
-    where there are none. layer_sizes: the sizes in which layers differ, see `resize`; None where
-    all are alike. layer_types: of LAYER_TYPES for each layer, None where all are alike:
-    SLIDING if there is a window. rope_local_base_freq: rotary base, without scaling, of SLIDING
-    layers; None where the others' base is theirs too. embedding_multiplier: of token embeddings;
-    residual_multiplier: of what attention and MLP yield; attention_multiplier: of scores, as well
-    as 1 / sqrt(head_size); output_multiplier_scale: of logits. query_pre_attn_scalar: scores are
-    divided by its root instead of the root of head_size. attn_logit_softcapping,
-    final_logit_softcapping: a score or logit x becomes cap tanh(x / cap).
+    linear_attention, short_conv, mamba2: the sizes of the LINEAR, the CONV and the MAMBA layers of
+    a hybrid; None where there are none. layer_sizes: the sizes in which layers differ, see
+    `resize`; None where all are alike. layer_types: of LAYER_TYPES for each layer, None where all
+    are alike: SLIDING if there is a window. rope_local_base_freq: rotary base, without scaling, of
+    SLIDING layers; None where the others' base is theirs too. embedding_multiplier: of token
+    embeddings; residual_multiplier: of what attention and MLP yield; attention_multiplier: of
+    scores, as well as 1 / sqrt(head_size); output_multiplier_scale: of logits.
+    query_pre_attn_scalar: scores are divided by its root instead of the root of head_size.
+    attn_logit_softcapping, final_logit_softcapping: a score or logit x becomes cap tanh(x / cap).
     """
 
     architecture: str
@@ -107,6 +108,7 @@ class ModelConfig:
     experts: Experts | None = None
     linear_attention: LinearAttention | None = None
     short_conv: ShortConvSizes | None = None
+    mamba2: Mamba2Sizes | None = None
     layer_sizes: LayerSizes | None = None
     own_arithmetic: Architecture | None = None
 
@@ -168,7 +170,7 @@ class ModelConfig:
     @property
     def recurrence(self) -> Recurrence | None:
         """Return the sizes of a hybrid's layers that keep a state; None where there are none."""
-        return self.linear_attention or self.short_conv
+        return self.linear_attention or self.short_conv or self.mamba2
 
     def get_recurrence(self, layer: int) -> Recurrence | None:
         """Return the sizes of a layer that keeps a state; None where it attends to keys."""
@@ -289,9 +291,11 @@ class ModelConfig:
               for name, sizes, kind in (
                   ("linear_attention", self.linear_attention, LINEAR),
                   ("short_conv", self.short_conv, CONV),
+                  ("mamba2", self.mamba2, MAMBA),
               )),
-            (None not in (self.linear_attention, self.short_conv),
-             f"layer_types has {LINEAR} and {CONV}", "convert the model again"),
+            (len({*RECURRENT} & {*types}) > 1,
+             f"layer_types has {' and '.join(kind for kind in RECURRENT if kind in types)}",
+             "convert the model again"),
         )  # fmt: skip
 
     @property

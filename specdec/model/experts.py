@@ -18,6 +18,7 @@ KEYS_014 = ("moe_intermediate_size", "num_shared_experts")
 OWN_KEYS = {
     "scores": "scores", "has_score_bias": "score_bias", "weight_scale": "weight_scale",
     "sum_epsilon": "sum_epsilon", "num_dense_layers": "num_dense_layers",
+    "gates_shared": "gates_shared_expert",
 }  # fmt: skip
 # A layer's shared expert, which 1.x moved.
 NAME_014, NAME_1X = "shared_expert", "mlp.shared_expert"
@@ -34,13 +35,13 @@ class Experts:
 
     num: experts in a layer; top_k: experts that a token takes. inner: an expert's intermediate
     size. shared_inner: the same of the expert that every token takes as well, times the sigmoid of
-    a gate; 0 where there is none. scores: the function of the router's outputs that an expert is
-    chosen and weighted by. has_score_bias: a bias of each expert is added to its score for the
-    choice, not to its weight. renormalizes: the weights of the chosen ones are divided by their sum
-    and sum_epsilon. weight_scale: factor of all weights. num_dense_layers: the first layers, which
-    have an MLP of the model's intermediate size instead. ep_size: groups of ranks that the experts
-    are divided among; tp_size: ranks in a group, each with a part of the group's experts. Rank r
-    belongs to group r % ep_size and has part r // ep_size. shared_name: the shared
+    a gate if gates_shared; 0 where there is none. scores: the function of the router's outputs that
+    an expert is chosen and weighted by. has_score_bias: a bias of each expert is added to its score
+    for the choice, not to its weight. renormalizes: the weights of the chosen ones are divided by
+    their sum and sum_epsilon. weight_scale: factor of all weights. num_dense_layers: the first
+    layers, which have an MLP of the model's intermediate size instead. ep_size: groups of ranks
+    that the experts are divided among; tp_size: ranks in a group, each with a part of the group's
+    experts. Rank r belongs to group r % ep_size and has part r // ep_size. shared_name: the shared
     expert's module, which 1.x moved.
     """
 
@@ -48,6 +49,7 @@ class Experts:
     top_k: int
     inner: int
     shared_inner: int = 0
+    gates_shared: bool = True
     renormalizes: bool = True
     scores: Literal["softmax", "sigmoid"] = "softmax"
     has_score_bias: bool = False

@@ -1,4 +1,4 @@
-"""Gated DeltaNet, the linear attention of a hybrid's layers (https://arxiv.org/abs/2412.06464)."""
+"""Layers with a state for each head: Gated DeltaNet (https://arxiv.org/abs/2412.06464), Mamba-2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TAPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearAttention:
+class HeadStateSizes:
     """The sizes of a layer that keeps a state for each head instead of keys and values.
 
     num_key_heads: of queries, and as many of keys; num_value_heads: of values, a multiple of them:
@@ -46,6 +46,11 @@ class LinearAttention:
         """Shapes of what a token's update is made of: its keys, deltas and decays."""
         keys, values = self.num_key_heads, self.num_value_heads
         return (keys, self.key_size), (values, self.value_size), (values,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearAttention(HeadStateSizes):
+    """The sizes of a layer of Gated DeltaNet."""
 
     def split(self, tp_size: int) -> LinearAttention:
         """Return the sizes of one rank, which has whole heads."""

@@ -57,11 +57,11 @@ def list_blocks(spec: TensorSpec, model: ModelConfig, rank: int) -> list[Block]:
         sections = spec.sections or (num_rows // 2,) * 2
         ends = itertools.accumulate(sections)
         return [
-            Block(
+            Block(end - rows, end) if number < spec.num_whole else Block(
                 end - rows + rank * (rows // tp_size), end - rows + (rank + 1) * (rows // tp_size)
             )
-            for rows, end in zip(sections, ends, strict=True)
-        ]
+            for number, (rows, end) in enumerate(zip(sections, ends, strict=True))
+        ]  # fmt: skip
     height = -(-num_rows // tp_size)  # ROWS divide evenly, VOCAB rounds up
     start, stop = min(rank * height, num_rows), min((rank + 1) * height, num_rows)
     return [Block(start, stop)] if start < stop else []

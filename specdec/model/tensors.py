@@ -8,6 +8,7 @@ from enum import Enum
 from specdec.model.config import ModelConfig
 from specdec.model.experts import Experts
 from specdec.model.linear_attention import LinearAttention
+from specdec.model.mamba2 import Mamba2Sizes
 from specdec.model.short_conv import ShortConvSizes
 
 EMBEDDING = "transformer.vocab_embedding.weight"
@@ -30,6 +31,7 @@ LAYER_INPUTS, LAYER_INPUT_NORM = "transformer.layer_inputs.weight", "transformer
 # What the names of a layer of linear attention begin with, within the layer.
 LINEAR_MODULE = "linear_attention."
 CONV_MODULE = "short_conv."  # of a layer with a short convolution
+MAMBA_MODULE = "mamba."  # of a layer of Mamba-2
 # The bias of each expert's score, and the MLP of a mixture's first layers.
 SCORE_BIAS, DENSE_MODULE = "mlp.expert_bias", "mlp.dense."
 
@@ -54,13 +56,15 @@ class TensorSpec:
 
     shape: [out, in] for a matrix, [size] for a vector, [experts, out, in] for those of a mixture.
     owner: the model whose heads a QKV tensor has, where that is not the target. sections: rows of
-    each part of a SECTIONS tensor that is not made of halves.
+    each part of a SECTIONS tensor that is not made of halves; num_whole: the first of them, which
+    every rank has whole.
     """
 
     shape: tuple[int, ...]
     shard: Shard
     owner: ModelConfig | None = None
     sections: tuple[int, ...] = ()
+    num_whole: int = 0
 
 
 def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:  # noqa: PLR0911 - a return for each kind of shard
@@ -68,7 +72,8 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:  # 
     model = spec.owner or model
     tp_size, num_rows, row_shape = model.tp_size, spec.shape[0], spec.shape[1:]
     if spec.shard in (Shard.ROWS, Shard.SECTIONS):
-        return (num_rows // tp_size, *row_shape)
+        num_whole = sum(spec.sections[: spec.num_whole])
+        return (num_whole + (num_rows - num_whole) // tp_size, *row_shape)
     if spec.shard is Shard.COLUMNS:
         return (num_rows, spec.shape[1] // tp_size)
     if spec.shard is Shard.VOCAB:
@@ -126,7 +131,7 @@ def list_linears(model: ModelConfig) -> list[str]:
         name.removesuffix(".weight")
         for name, spec in list_target_tensors(model).items()
         if name.endswith(".weight")
-        and ("attention." in name or f".{CONV_MODULE}" in name or ".mlp." in name)
+        and any(part in name for part in ("attention.", CONV_MODULE, MAMBA_MODULE, ".mlp."))
         and not name.endswith("norm.weight")
         and len(spec.shape) > 1
     ]
@@ -163,6 +168,8 @@ def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSp
     recurrence, hidden = model.get_recurrence(layer), model.hidden_size
     if isinstance(recurrence, ShortConvSizes):
         tensors |= _list_short_conv(recurrence, hidden)
+    elif isinstance(recurrence, Mamba2Sizes):
+        tensors |= _list_mamba(recurrence, hidden, model.tp_size)
     elif recurrence is not None:
         tensors |= _list_linear(recurrence, hidden)
     else:
@@ -269,6 +276,42 @@ def _list_short_conv(sizes: ShortConvSizes, hidden: int) -> dict[str, TensorSpec
     return {CONV_MODULE + name: spec for name, spec in specs.items()}
 
 
+def _list_mamba(sizes: Mamba2Sizes, hidden: int, tp_size: int) -> dict[str, TensorSpec]:
+    """List the tensors of a Mamba-2 layer.
+
+    in_proj: C, B, x, the gate z, and a step's length for each head. conv: the taps of each channel
+    of C, B and x, the oldest token's first; channels: their biases. A group that ranks share is
+    whole on each.
+    """
+    c_rows, b_rows, x_rows = sizes.sections
+    heads, num_taps = sizes.num_value_heads, sizes.num_taps
+    num_whole = 0 if sizes.splits_groups(tp_size) else 2
+    in_sections = (c_rows, b_rows, x_rows, x_rows, heads)
+    taps = tuple(rows * num_taps for rows in sizes.sections)
+
+    def cut(sections: tuple[int, ...], *row_shape: int) -> TensorSpec:
+        shape = (sum(sections), *row_shape)
+        return TensorSpec(shape, Shard.SECTIONS, sections=sections, num_whole=num_whole)
+
+    specs = {
+        "in_proj.weight": cut(in_sections, hidden),
+        "conv.weight": cut(taps),
+        "dt_bias": TensorSpec((heads,), Shard.ROWS),
+        "A_log": TensorSpec((heads,), Shard.ROWS),
+        "D": TensorSpec((heads,), Shard.ROWS),
+        "norm.weight": TensorSpec((x_rows,), Shard.ROWS),
+        "dense.weight": TensorSpec((hidden, x_rows), Shard.COLUMNS),
+    }
+    if sizes.conv_bias:
+        specs["channels.bias"] = cut(sizes.sections)
+    if sizes.has_bias:
+        specs |= {
+            "in_proj.bias": cut(in_sections),
+            "dense.bias": TensorSpec((hidden,), Shard.REPLICATED),
+        }
+    return {MAMBA_MODULE + name: spec for name, spec in specs.items()}
+
+
 def _list_mlp(model: ModelConfig, layer: int) -> dict[str, TensorSpec]:
     """List the tensors of a layer's MLP, or of its experts.
 
@@ -338,8 +381,9 @@ def _list_experts(experts: Experts, hidden: int, *, has_bias: bool) -> dict[str,
         tensors |= {
             f"{shared_module}.fc.weight": TensorSpec((2 * inner, hidden), Shard.SECTIONS),
             f"{shared_module}.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS),
-            f"{shared_module}_gate.weight": TensorSpec((1, hidden), Shard.REPLICATED),
         }
+    if experts.shared_inner and experts.gates_shared:
+        tensors[f"{shared_module}_gate.weight"] = TensorSpec((1, hidden), Shard.REPLICATED)
     return tensors
 
 
@@ -360,7 +404,10 @@ def find_first_copy(name: str) -> str:
 
 def get_stored_dtype(name: str, dtype: str) -> str:
     """Return the type that a tensor is stored in alongside weights of `dtype`."""
-    vectors = (ROUTER, ROUTER_BIAS, SCORE_BIAS, f"{LINEAR_MODULE}A_log", f"{LINEAR_MODULE}dt_bias")
+    vectors = (
+        ROUTER, ROUTER_BIAS, SCORE_BIAS, f"{LINEAR_MODULE}A_log", f"{LINEAR_MODULE}dt_bias",
+        *(MAMBA_MODULE + vector for vector in ("A_log", "dt_bias", "D")),
+    )  # fmt: skip
     if name.endswith(tuple(f".{vector}" for vector in vectors)):
         return "float32"
     return "int64" if name in NETS_OFFSETS else dtype

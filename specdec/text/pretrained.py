@@ -46,6 +46,7 @@ from specdec.text.pretrained_tokenizer import find_files, open_by_class, open_to
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")  # with matrices in one tensor
 TIMEOUT = 10.0  # seconds for the Hub to answer
 
 logger = get_logger(__name__)
@@ -209,7 +210,33 @@ def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:
     }
     if model.config["model_type"] == "gpt_oss":
         tensors = _join_experts(tensors)
+    elif model.config["model_type"] in GRANITES:
+        tensors = _join_granite(tensors)
     return kind.from_pretrained(None, state_dict=tensors, **options)
+
+
+def _join_granite(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Granite's tensors by its published names, gate and up of a layer in one."""
+    import torch
+
+    joint, experts = dict[str, Any](), dict[str, list[Any]]()
+    for name, tensor in tensors.items():
+        stem, separator, rest = name.partition(".experts.")
+        if name.endswith(".shared_mlp.gate_proj.weight"):
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            joint[name.replace("gate_proj", "input_linear")] = torch.cat((tensor, up))
+        elif name.endswith(".shared_mlp.down_proj.weight"):
+            joint[name.replace("down_proj", "output_linear")] = tensor
+        elif name.endswith(".router.weight"):
+            joint[name.replace(".router.", ".router.layer.")] = tensor
+        elif rest.endswith("gate_proj.weight"):  # by their numbers, as in the file
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            experts.setdefault(f"{stem}.input_linear.weight", []).append(torch.cat((tensor, up)))
+        elif rest.endswith("down_proj.weight"):
+            experts.setdefault(f"{stem}.output_linear.weight", []).append(tensor)
+        elif not separator and ".up_proj." not in name:
+            joint[name] = tensor
+    return joint | {name: torch.stack(matrices) for name, matrices in experts.items()}
 
 
 def _join_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:

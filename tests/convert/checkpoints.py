@@ -13,7 +13,7 @@ from specdec.checkpoint.inventory import list_tensors
 from specdec.model.sharding import join
 from specdec.model.tensors import list_rank_names
 from tests.convert.golden_models import read_tensors
-from tests.families import CLASSES, HYBRIDS
+from tests.families import CLASSES, GRANITES, HYBRIDS
 
 LLAMA_NAMES = {
     "mlp.gate.": "mlp.router.", "block_sparse_moe.gate": "mlp.router",
@@ -60,6 +60,11 @@ NEW_NAMES = {
         "feed_forward.w1": "mlp.dense.fc", "feed_forward.w2": "mlp.dense.proj",
         "feed_forward.": "mlp.", "mlp.gate.": "mlp.router.",
     },
+    **dict.fromkeys(GRANITES, LLAMA_NAMES | {
+        "block_sparse_moe.router": "mlp.router", "shared_mlp.input_linear": "mlp.shared_expert.fc",
+        "shared_mlp.output_linear": "mlp.shared_expert.proj", "mamba.out_proj": "mamba.dense",
+        "mamba.conv1d.weight": "mamba.conv.weight", "mamba.conv1d.bias": "mamba.channels.bias",
+    }),
 }  # fmt: skip
 
 
@@ -132,12 +137,25 @@ def read_hugging_face(folder: Path, family: str) -> dict[str, Any]:
             value = np.concatenate([value, state[name.replace("w1", "w3")]])
         elif "embed_positions" in name:
             value = value[2:]
-        elif "gate_up_proj" in name:
+        elif ".mamba.in_proj" in name or ".mamba.conv1d" in name:
+            value = _turn_sections(name, value, model.config)
+        elif "gate_up_proj" in name or "shared_mlp.input_linear" in name:
             value = np.concatenate(np.split(value, 2)[::-1])
         elif family.startswith("gemma") and "norm" in name:
             value = value + np.float32(1)
         tensors[new] = value
     return tensors
+
+
+def _turn_sections(name: str, value: Any, config: Any) -> Any:
+    """Mamba-2's rows of C, B and x in this order, then those of z and of the rates."""
+    x_rows = config.mamba_expand * config.hidden_size
+    state_rows = config.mamba_n_groups * config.mamba_d_state
+    sections = (x_rows, state_rows, state_rows)
+    if "in_proj" in name:
+        z, *parts, rates = np.split(value, np.cumsum((x_rows, *sections)))
+        return np.concatenate([*parts[::-1], z, rates])
+    return np.concatenate(np.split(value, np.cumsum(sections)[:2])[::-1]).reshape(-1)
 
 
 def _take_linear(state: dict[str, Any], tensors: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from tests.families import (
     CLASSES,
     CONVOLVING,
     EXPERTS,
+    GRANITES,
     HYBRIDS,
     NOT_IN_014,
     OWN,
@@ -403,11 +404,22 @@ def test_a_head_of_its_own_beside_a_config_that_ties_it(
     assert family == "opt" or np.array_equal(head, joined["transformer.vocab_embedding.weight"])
 
 
+# Granite's experts are stacked as they are published, under other names.
+GRANITE_NAMES = {
+    "input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}  # fmt: skip
+
+
 def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Name and stack the experts as transformers 5 does with save_original_format=False."""
     fused: dict[str, Any] = {}
     places = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
     for name, tensor in tensors.items():
+        stem, _, kind = name.partition(".block_sparse_moe.")
+        if kind in GRANITE_NAMES:
+            fused[f"{stem}.block_sparse_moe.{GRANITE_NAMES[kind]}"] = tensor
+            continue
         name = name.replace(".block_sparse_moe.", ".mlp.")
         stem, _, rest = name.partition(".experts.")
         if not rest:
@@ -579,9 +591,10 @@ def test_configurations_are_read_back(
         assert model.experts.num == config["moe"]["num_experts"] == 4
         # What the line makes MoeConfig of: another key is a TypeError there.
         only = {"moe_intermediate_size", "num_shared_experts"} if version == "0.14" else set()
-        if family in CONVOLVING:  # no line has the family, so no MoeConfig is made of its keys
-            assert set(OWN_KEYS.values()) <= set(config["moe"])
-            only = set(OWN_KEYS.values())
+        if family in (*CONVOLVING, *GRANITES[1:]):  # no line has it, and makes MoeConfig of it
+            only, shared_key = set(OWN_KEYS.values()), {OWN_KEYS["gates_shared"]}
+            own_keys = only - shared_key if family in CONVOLVING else shared_key
+            assert only & set(config["moe"]) == own_keys
         assert set(config["moe"]) - only == {
             "num_experts", "top_k", "normalization_mode", "sparse_mixer_epsilon", "tp_mode"
         }  # fmt: skip

@@ -17,10 +17,12 @@ from specdec.convert.quantize import scales
 from specdec.errors import SpecDecError
 from specdec.model.tensors import list_linears
 from tests.convert.conftest import Converter
-from tests.families import CLASSES, CONVOLVING, HYBRIDS, make_family_model
+from tests.families import CLASSES, CONVOLVING, GRANITES, HYBRIDS, make_family_model
 
 # Mixtures, hybrids, and layers of several sizes.
-NOT_QUANTIZED = ("gemma4", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *HYBRIDS, *CONVOLVING)
+NOT_QUANTIZED = (
+    "gemma4", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *HYBRIDS, *CONVOLVING, *GRANITES,
+)  # fmt: skip
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 8
 KINDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "c_attn": "qkv", "qkv_proj": "qkv"}
 

@@ -37,7 +37,8 @@ TARGETS = {
     "granite": None, "qwen3": None, "seed_oss": None,
     "smollm3": None, "stablelm": None, "mixtral": "mixtral_f32", "qwen2_moe": "qwen2moe_gqa",
     "qwen3_moe": None, "ministral3": None, "qwen3_5": None, "qwen3_5_moe": None, "qwen3_next": None,
-    "gpt_oss": None, "lfm2": None, "lfm2_moe": None,
+    "gpt_oss": None, "lfm2": None, "lfm2_moe": None, "granitemoe": None, "granitemoeshared": None,
+    "granitemoehybrid": None,
 }  # fmt: skip
 DRAFTERS = {"drafter_model_dir": "drafter_A_rnn_e96", "medusa_model_dir": "medusa_4x1"}
 KEYS = [
@@ -47,7 +48,8 @@ KEYS = [
     "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "full_attention_interval", "swiglu_limit", "swiglu_alpha",
-    "full_attn_idxs", "conv_L_cache", "block_ff_dim", "num_dense_layers",
+    "full_attn_idxs", "conv_L_cache", "block_ff_dim", "num_dense_layers", "mamba_n_heads",
+    "mamba_d_head", "mamba_n_groups", "num_local_experts", "time_step_limit",
 ]  # fmt: skip
 ROPE_KEYS = ["type", "rope_type", "factor", "short_factor", "long_factor", "rope_theta",
              "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",

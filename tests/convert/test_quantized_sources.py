@@ -31,7 +31,7 @@ from tests.convert.quantized import (
     describe_int,
     make_quantized,
 )
-from tests.families import CLASSES, CONVOLVING, EXPERTS, HYBRIDS
+from tests.families import CLASSES, CONVOLVING, EXPERTS, GRANITES, HYBRIDS
 from tests.four_bits import read_weight
 
 FOUR_BITS = [name for name, case in CASES.items() if case.kept in int4.INT4_ALGORITHMS]
@@ -207,7 +207,7 @@ FAMILY_CASES = [
     *(
         (f, "gptq-whole-rows" if f.endswith("_moe") else "gptq-act-order")
         for f in CLASSES
-        if f not in (*HYBRIDS, "gemma4")
+        if f not in (*HYBRIDS, *GRANITES, "gemma4")
     ),
     *((family, "awq") for family in ("qwen2", "phi3", "gpt2")),
 ]

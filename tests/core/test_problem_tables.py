@@ -54,6 +54,7 @@ ELSEWHERE = {
     "specdec/model/experts.py": "tests/convert/test_hints.py",
     "specdec/model/linear_attention.py": "tests/convert/test_hints.py",
     "specdec/model/short_conv.py": "tests/convert/test_hints.py",
+    "specdec/model/mamba2.py": "tests/convert/test_hints.py",
     "specdec/model/layer_sizes.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/config.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/inventory.py": "tests/convert/test_hints.py",
@@ -223,7 +224,7 @@ HYBRID = dataclasses.replace(
     model=SimpleNamespace(  # type: ignore[arg-type]
         architecture="LlamaForCausalLM", arithmetic=make_model().arithmetic, tp_size=1,
         dtype="float32", experts=None, recurrence=SimpleNamespace(),
-        linear_attention=SimpleNamespace(), short_conv=None, layer_sizes=None,
+        linear_attention=SimpleNamespace(), short_conv=None, mamba2=None, layer_sizes=None,
     ),
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from specdec.engine.tree import BoolArray, IntArray
 from tests.covering import cover
 from tests.engine.kernels import FORMS, in_every_form, needs_compiler
 from tests.engine.models import make_model
+from tests.engine.test_mamba2 import SHAPES, check_outputs
 from tests.engines import round_inputs
 
 # Relative to the largest value: a few roundings of the type.
@@ -431,3 +432,10 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             header.write_text('extern "C" int answer() { return 43; }\n')
     assert infos[0] == infos[1] == infos[2] != infos[3]
     assert contents[0] == contents[1]
+
+
+@needs_compiler
+@in_every_form
+@SHAPES
+def test_mamba2(library: Path, groups: int, heads: int, num_taps: int) -> None:
+    check_outputs(groups, heads, num_taps, native.NativeKernels(library, torch.float32))

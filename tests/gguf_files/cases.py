@@ -23,6 +23,7 @@ HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "head_dim": 64, "heads": 2, "kv_heads": 1,
 }  # fmt: skip
+GRANITE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 # Name -> family in tests/families.py and fields of its configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -59,6 +60,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"conv_L_cache": 4}),
     "lfm2_moe": ("lfm2_moe", {"layers": 3, "layer_types": ["conv", "full_attention", "conv"],
                               "routed_scaling_factor": 1.0}),
+    "granite_hybrid": (
+        "granitemoehybrid", {"layers": 3, "mamba_n_groups": 2, "layer_types": GRANITE_LAYERS}
+    ),
+    "granite_hybrid_dense": (
+        "granitemoehybrid",
+        {"layers": 3, "mamba_n_groups": 1, "layer_types": GRANITE_LAYERS, "num_local_experts": 0,
+         "num_experts_per_tok": 0, "intermediate": 48},
+    ),
+    "granite_moe": ("granitemoe", {}),
     "qwen35": ("qwen3_5", HYBRID),
     "qwen35_moe": ("qwen3_5_moe", HYBRID),
     "qwen3_next": ("qwen3_next", HYBRID),

@@ -44,6 +44,18 @@ HYBRID = {
     "ssm_conv_kernel": 4, "ssm_state_size": 24, "ssm_group_count": 2, "ssm_time_step_rank": 6,
     "ssm_inner_size": 6 * 16, "full_attention_interval": 2,
 }  # fmt: skip
+CHOSEN = {"expert_count": 8, "expert_used_count": 2}  # of the size of an MLP
+MAMBA = {
+    "ssm_conv_kernel": 4, "ssm_state_size": 24, "ssm_group_count": 2, "ssm_time_step_rank": 6,
+    "ssm_inner_size": 2 * 96, "head_count_kv": [0, KV_HEADS, 0, KV_HEADS], "logit_scale": 8.0,
+    "rope_scaling_finetuned": False,
+}  # fmt: skip
+MAMBA_FIELDS = {
+    "model_type": "granitemoehybrid", "mamba_d_conv": 4, "mamba_d_state": 24, "mamba_n_groups": 2,
+    "mamba_n_heads": 6, "mamba_d_head": 32, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "position_embedding_type": "nope", "attention_bias": False,
+    "layer_types": ["mamba", "full_attention"] * 2,
+}  # fmt: skip
 HYBRID_FIELDS = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 24, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_value_head_dim": 16, "mtp_num_hidden_layers": 0,
@@ -151,6 +163,18 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         "model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL, "conv"],
         "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 2, "norm_eps": 3e-6,
         "moe_intermediate_size": 40, "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    ("granitemoe", CHOSEN | {"logit_scale": 8.0}, ("blk.2.attn_q.bias",), {
+        "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2,
+        "attention_bias": True, "logits_scaling": 8.0}),
+    ("granitemoe", CHOSEN | {"logit_scale": 8.0, "expert_shared_feed_forward_length": 72}, (), {
+        "model_type": "granitemoeshared", "shared_intermediate_size": 72}),
+    ("granitehybrid", MAMBA | CHOSEN | {"expert_shared_feed_forward_length": 72},
+     ("blk.0.ssm_conv1d.bias",), MAMBA_FIELDS | {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 72}),
+    ("granitehybrid", MAMBA | {"rope_scaling_finetuned": True}, ("blk.1.attn_q.bias",),
+     MAMBA_FIELDS | {
+        "num_local_experts": 0, "shared_intermediate_size": 224, "mamba_conv_bias": False,
+        "position_embedding_type": "rope", "attention_bias": True}),
     ("qwen35", HYBRID, (), HYBRID_FIELDS | {"model_type": "qwen3_5_text"}),
     ("qwen35", HYBRID | {"block_count": 5, "nextn_predict_layers": 1, "rope_dimension_count": 5},
      (), HYBRID_FIELDS | {"mtp_num_hidden_layers": 1, "partial_rotary_factor": 0.25}),
@@ -228,7 +252,10 @@ def test_modules_have_the_packages_names(name: str) -> None:
             assert theirs == f"blk.1.{gguf_module}", hf_module
     lost = {module for module in unknown if f"blk.1.{module}" in tensors}
     # Qwen3-Next's are one tensor, ssm_ba; dt_bias is dt_proj.bias to the converter.
-    assert lost <= {"ssm_dt", "ssm_beta", "ssm_alpha"}
+    # Granite's gate and up are one tensor, too.
+    joint = {f"ffn_{part}_{kind}" for part in ("gate", "up", "down") for kind in ("exps", "shexp")}
+    joint = joint | {"ffn_gate_inp"} if name in ("granitemoe", "granitehybrid") else set()
+    assert lost <= {"ssm_dt", "ssm_beta", "ssm_alpha"} | joint
     for hf_module, gguf_module in NAMES.items():
         if hf_module.startswith(("model.", "lm_head")):
             assert names.get_name(hf_module) in (gguf_module, None)

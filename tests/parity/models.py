@@ -61,6 +61,15 @@ _LFM2_MOE = {
     **_LFM2, "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
     "num_dense_layers": 2,
 }  # fmt: skip
+_GRANITE = {
+    **_GQA, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 40,
+    "embedding_multiplier": 1.5, "attention_multiplier": 0.1, "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+}  # fmt: skip
+_MAMBA = {
+    "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -189,6 +198,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "residual_multiplier": 0.6, "logits_scaling": 3.0,
         },
         "unscaled": {**_GQA, "attention_bias": True, "mlp_bias": True},
+    },
+    "GraniteMoeForCausalLM": {
+        "plain": _GRANITE,
+        "biases": {**_GRANITE, "attention_bias": True},
+    },
+    "GraniteMoeSharedForCausalLM": {"plain": _GRANITE},
+    "GraniteMoeHybridForCausalLM": {
+        "tiny": {**_GRANITE, **_MAMBA},
+        "micro": {
+            **_GRANITE, **_MAMBA, "num_local_experts": 0, "mamba_n_groups": 1, "mamba_d_conv": 3,
+            "mamba_proj_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "position_embedding_type": "rope", "attention_bias": True,
+        },
+        "attention": {
+            **_GRANITE, "num_local_experts": 0, "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+        },
     },
     "MinistralForCausalLM": {
         "mixed": {

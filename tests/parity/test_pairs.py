@@ -176,6 +176,7 @@ HYBRIDS = [
     ("Qwen3_5MoeForCausalLM-plain", "eagle3"), ("Qwen3NextForCausalLM-plain", "dflash"),
     ("Qwen3NextForCausalLM-plain", "dspark"), ("Qwen3_5ForCausalLM-plain", "p-eagle"),
     ("Lfm2ForCausalLM-plain", "eagle3"), ("Lfm2MoeForCausalLM-plain", "dflash"),
+    ("GraniteMoeHybridForCausalLM-tiny", "eagle3"),
 ]  # fmt: skip
 CHOSEN += [pair for pair in HYBRIDS if pair not in CHOSEN]
 CHOSEN += [

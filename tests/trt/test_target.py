@@ -39,7 +39,7 @@ FIELDS = {
     "rope_local_base_freq", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "output_multiplier_scale", "query_pre_attn_scalar",
     "attn_logit_softcapping", "final_logit_softcapping", "tp_size", "pp_size", "experts",
-    "own_arithmetic", "linear_attention", "short_conv", "layer_sizes",
+    "own_arithmetic", "linear_attention", "short_conv", "mamba2", "layer_sizes",
 }  # fmt: skip
 
 

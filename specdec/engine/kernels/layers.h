@@ -11,8 +11,8 @@ namespace {
 // four in `Scalars`) by the same names in specdec/engine/native_border.py; their sizes are compared when
 // a library is loaded. router: [num, D], packed; up: [2 I, D] of each of the rank's `count` experts,
 // counted from `first_expert`, packed: the rows that are multiplied, then those that are activated;
-// down: [D, I]; gate: [D], of the shared expert, which is absent where shared_I is 0; counters: steps,
-// tokens, experts chosen by any of a step's tokens. router_bias: [num]; up_biases, down_biases: [count, 2 I]
+// down: [D, I]; gate: [D], of the shared expert, or null for none; that is absent where shared_I is 0.
+// counters: steps, tokens, experts chosen by any of a step's tokens. router_bias: [num]; up_biases, down_biases: [count, 2 I]
 // and [count, D]; each may be null, as score_bias [num], of the choice alone. limit, slope: of `gate_mul_cut`, or limit is 0 for silu.
 struct ExpertsRecord {
   const float *router, *router_bias;
@@ -139,6 +139,10 @@ void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *ou
     const E *gate = static_cast<const E *>(e.gate);
     run_expert(x, M, D, Expert<W, E>(e.shared_up, e.shared_down, e.shared_I), e, buffers);
     for (int64_t m = 0; m < M; ++m) {
+      if (gate == nullptr) {
+        add(1.0f, &buffers.products[m * D], m);
+        continue;
+      }
       const float amount = sum_row(D, [&](auto partial_sum, int64_t i) {
         typedef decltype(partial_sum) V;
         return mul_add(read<V>(x + m * D + i), read<V>(gate + i), partial_sum);

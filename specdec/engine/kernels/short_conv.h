@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "delta_net.h"
+#include "head_states.h"
 
 namespace {
 
