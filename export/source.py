@@ -145,6 +145,12 @@ class Source:
             kind = "eagle1" if params.eagle3 is None else "eagle3"
             shares_head = params.eagle3 is None
             tensors = self._list_net(params, params.net, EAGLE_NET, shares_head=shares_head)
+        elif params is not None:
+            raise SpecDecError(
+                f"{self.folder} has a drafter of a kind that is not exported:"
+                f" {getattr(params, 'TITLE', type(params).__name__)}",
+                "give its runtime the folder that it was converted from",
+            )
         else:
             kind, tensors = "plain", self._list_model()
         return kind, tensors

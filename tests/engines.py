@@ -166,7 +166,7 @@ def make_tree_engine(
     """Convert and build with Medusa heads or an EAGLE drafter; return the engine folder."""
     checkpoint, engine = parent / "checkpoint", parent / "engine"
     call(
-        "convert", "--model-dir", target, f"--{method}-model-dir", drafter,
+        "convert", "--model-dir", target, f"--{method.replace('_', '-')}-model-dir", drafter,
         "--output-dir", checkpoint, *flags,
     )  # fmt: skip
     call(

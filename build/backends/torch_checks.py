@@ -27,6 +27,7 @@ from specdec.model.quantization import (
     is_scale,
 )
 from specdec.model.tensors import (
+    HEAD,
     find_first_copy,
     get_rank_shape,
     get_stored_dtype,
@@ -148,6 +149,12 @@ def check_drafter(
         raise SpecDecError(
             f"the drafter's {join_names(float8)} are quantized already",
             "leave --drafter-weights and --draft-vocab-file out, or convert it again",
+        )
+    if has_tokens and not any(name.endswith(f".{HEAD}") for name in shapes):
+        raise SpecDecError(
+            "--draft-vocab-file: the drafter has no head of all tokens, it scores those of its best"
+            " centroids",
+            "leave it out",
         )
     if has_tokens and (name := name_offsets(shapes)) in shapes:
         raise SpecDecError(

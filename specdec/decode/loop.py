@@ -139,6 +139,7 @@ class Batch:
         num_positions = max_seq_len + drafter.max_draft_tokens + 1
         self.cache = decoder.make_cache(num_rows, num_positions)
         drafter.chains_only = self.cache.states is not None
+        drafter.take_cache(self.cache)
         drafter.allocate(num_rows, num_positions)
         self.scheduler = Scheduler(
             decoder, self.cache, drafter, timing, max_num_tokens=options.max_num_tokens,

@@ -111,15 +111,20 @@ def name_decoder_tensors(
     }
     if EMBEDDING in weights and are_equal(decoder[EMBEDDING], weights[EMBEDDING]):
         decoder[EMBEDDING] = weights[EMBEDDING]
-    # By kind of feed-forward layer, the tensors that a decoder has stacked as `gate_up`.
-    stacked_parts = {"gated": (".fc.", ".gate."), "fused": (".fc.",)}.get(net.arithmetic.mlp, ())
-    for name in [name for name in decoder if stacked_parts and ".mlp.fc." in name]:
-        stacked_names = [name.replace(".fc.", part) for part in stacked_parts]
-        stacked = [take_tensor(decoder, stacked_name) for stacked_name in stacked_names]
-        for stacked_name in stacked_names:
-            del decoder[stacked_name]
-        decoder[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
+    stack_gates(decoder, net)
     return decoder
+
+
+def stack_gates(tensors: dict[str, Weight], net: ModelConfig) -> None:
+    """Stack the two matrices of each gated feed-forward layer as `gate_up`, in place."""
+    # By kind of feed-forward layer, the tensors that a decoder has stacked.
+    stacked_parts = {"gated": (".fc.", ".gate."), "fused": (".fc.",)}.get(net.arithmetic.mlp, ())
+    for name in [name for name in tensors if stacked_parts and ".mlp.fc." in name]:
+        stacked_names = [name.replace(".fc.", part) for part in stacked_parts]
+        stacked = [take_tensor(tensors, stacked_name) for stacked_name in stacked_names]
+        for stacked_name in stacked_names:
+            del tensors[stacked_name]
+        tensors[name.replace(".fc.", ".gate_up.")] = torch.cat(stacked)
 
 
 def _is_head(drafter_tensors: Mapping[str, Weight], weights: Mapping[str, Weight]) -> bool:

@@ -18,6 +18,7 @@ from specdec.files.tensor_file import TensorFile
 # Kinds of folders -> what they are called.
 ENGINE, CHECKPOINT, MODEL = "engine", "checkpoint", "model"
 REDRAFTER, MEDUSA, EAGLE, DFLASH, MTP = "redrafter", "medusa", "eagle", "dflash", "mtp"
+MTP_ASSISTANT = "mtp_assistant"
 TOKENIZER, ADAPTER, GGUF, EMPTY = "tokenizer", "adapter", "gguf", "empty"
 NAMES = {
     ENGINE: "an engine folder",
@@ -28,6 +29,7 @@ NAMES = {
     EAGLE: "the folder of an EAGLE drafter",
     DFLASH: "the folder of a DFlash drafter",
     MTP: "the folder of a head for multi-token prediction",
+    MTP_ASSISTANT: "the folder of an MTP assistant",
     TOKENIZER: "the folder of a tokenizer without a model",
     ADAPTER: "the folder of a LoRA adapter",
     GGUF: "a folder of GGUF files",
@@ -40,7 +42,7 @@ MAKERS = {
 # The option of specdec-convert for each kind of drafter, and what a folder of it holds.
 FLAGS = {
     REDRAFTER: "drafter-model-dir", MEDUSA: "medusa-model-dir", EAGLE: "eagle-model-dir",
-    DFLASH: "dflash-model-dir", MTP: "mtp-model-dir",
+    DFLASH: "dflash-model-dir", MTP: "mtp-model-dir", MTP_ASSISTANT: "mtp-assistant-model-dir",
 }  # fmt: skip
 DRAFTERS = tuple(FLAGS)
 NEEDS = {
@@ -49,6 +51,7 @@ NEEDS = {
     EAGLE: "fc.weight beside layers.N.* or midlayer.* (EAGLE-1 to 3, P-EAGLE)",
     DFLASH: "fc.weight and hidden_norm.weight (DFlash, DSpark)",
     MTP: "mtp.fc.weight, model.layers.N.eh_proj.weight or model.mtp_layers.0.input_proj.weight",
+    MTP_ASSISTANT: "pre_projection.weight and post_projection.weight (Gemma 4's assistants)",
 }
 # What nothing here computes or reads, by a name of a tensor or file, or a key of config.json.
 FOREIGN = {
@@ -110,6 +113,7 @@ _BARE_TARGET = re.compile(r"(wte|decoder|h\.\d+)\.")
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 # A name in a pickle: not those of storages and devices.
 MTP_SIGN = re.compile(r"mtp\.fc|model\.layers\.\d+\.eh_proj|model\.mtp_layers\.0\.input_proj")
+ASSISTANT_SIGNS = {"pre_projection.weight", "post_projection.weight"}
 _TENSOR = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)+|d2t|t2d|mask_hidden")
 GGUF_MAGIC = b"GGUF"
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -242,6 +246,8 @@ def _identify_model(
     names: Collection[str], config: dict[str, Any], tensors: Collection[str]
 ) -> str | None:
     """Return the kind of a folder with a config.json as Hugging Face's libraries write it."""
+    if ASSISTANT_SIGNS <= set(tensors):  # whose other tensors have a target's names
+        return MTP_ASSISTANT
     if any(_TARGET.match(name) for name in tensors):
         return MODEL
     if signs := find_signs(names, config, tensors):
@@ -265,6 +271,8 @@ def find_signs(
         signs[MEDUSA] = sign
     if heads := [name for name in tensors if MTP_SIGN.match(name)]:
         signs[MTP] = min(heads)
+    if ASSISTANT_SIGNS <= set(tensors):
+        signs[MTP_ASSISTANT] = " and ".join(sorted(ASSISTANT_SIGNS))
     return signs | _find_net_sign(config, tensors)
 
 

@@ -27,7 +27,7 @@ FORMS = frozenset(
     "hf meta fp8 fp16 bf16 fp32 float16 bfloat16 awq gptq int4 int8 4bit 8bit w4a16 w8a8 nvfp4 gguf"
     " quantized dynamic unsloth model models snapshot main local".split()
 )
-DRAFTERS = re.compile(r"eagle|medusa|draft|dflash|dspark|specul|redrafter|mtp")
+DRAFTERS = re.compile(r"eagle|medusa|draft|dflash|dspark|specul|redrafter|mtp|assistant")
 
 
 ADVICE = "; drafts would be bad, the text stays the target's"  # at the end of a warning

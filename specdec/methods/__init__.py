@@ -17,6 +17,7 @@ from . import (
     lookahead,
     medusa,
     mtp,
+    mtp_assistant,
     ngram,
     prompt_lookup,
     redrafter,
@@ -47,8 +48,8 @@ S = TypeVar("S")
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
     for module in (
-        redrafter, medusa, eagle, dflash, mtp, draft_target, prompt_lookup, suffix, ngram,
-        lookahead,
+        redrafter, medusa, eagle, dflash, mtp, mtp_assistant, draft_target, prompt_lookup, suffix,
+        ngram, lookahead,
     )
 }
 # fmt: on

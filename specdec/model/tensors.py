@@ -16,10 +16,15 @@ HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 # The nets of EAGLE, its first, of DFlash and MTP; what a reduced vocabulary adds to a drafted
 # token.
 EAGLE_NET, DFLASH_NET, MTP_NET = "eagle_nets.0.", "dflash.", "mtp."
+# The net of an MTP assistant, and its head by centroids: a row for each token, what stands for as
+# many tokens, and the tokens in the order of the centroids.
+ASSISTANT_NET = "mtp_assistant."
+TOKEN_ROWS, CENTROIDS = "drafter.vocab_embedding.weight", "drafter.centroids.weight"
+TOKEN_ORDER = "drafter.token_order"
 # DSpark's two matrices of DFlash's: a row for the token before, and a head that reads that.
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}"
 OFFSETS = "d2t"
-NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET))
+NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET, ASSISTANT_NET))
 # What a token's choice among a layer's experts is computed with.
 ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
 # Beginning of the names of experts beside an MLP, within the layer.
@@ -410,4 +415,4 @@ def get_stored_dtype(name: str, dtype: str) -> str:
     )  # fmt: skip
     if name.endswith(tuple(f".{vector}" for vector in vectors)):
         return "float32"
-    return "int64" if name in NETS_OFFSETS else dtype
+    return "int64" if name in (*NETS_OFFSETS, ASSISTANT_NET + TOKEN_ORDER) else dtype

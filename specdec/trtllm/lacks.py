@@ -39,7 +39,7 @@ PAIRS: dict[str, dict[str, dict[str, Pair]]] = {
     },
 }
 # Drafters that no line has for any target.
-NOWHERE = ("EAGLE-3", "DFlash", "MTP")
+NOWHERE = ("EAGLE-3", "DFlash", "MTP", "MTP assistant")
 
 
 def find_pair(label: str, method: str, target: str) -> Pair | None:

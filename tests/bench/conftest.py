@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.assistants import make_mtp_assistant, make_target
 from tests.conftest import make_drafter, make_llama, make_medusa_heads, make_tokenizer
 from tests.engines import (
     call,
@@ -103,6 +104,18 @@ def mtp(lasting_dir: Path) -> Path:
     """The folder of a head for multi-token prediction."""
     flags = ("--mtp-max-draft-len", 3)
     return make_knowing_folder(lasting_dir / "mtp", "mtp-embedding", "mtp", flags)
+
+
+@pytest.fixture(scope="session")
+def assistant(lasting_dir: Path) -> Path:
+    """The folder of a Gemma 4 and its assistant."""
+    folder = lasting_dir / "assistant"
+    folder.mkdir()
+    drafter = make_mtp_assistant(folder, make_tokenizer(make_target(folder / "target")))
+    lines = [{"input_ids": list(ids)} for ids in ([4], [30, 2], [9] * 5)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_tree_engine("mtp_assistant", folder, folder / "target", drafter, optimize="none")
+    return folder
 
 
 @pytest.fixture(scope="session")

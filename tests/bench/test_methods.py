@@ -70,12 +70,18 @@ def use_lookahead(request: pytest.FixtureRequest) -> Case:
     return use(engine, folder, lookahead_config="[3,3,3]")
 
 
+def use_assistant(request: pytest.FixtureRequest) -> Case:
+    folder = request.getfixturevalue("assistant")
+    return use(folder / "engine", folder, mtp_assistant_tokens=3)
+
+
 CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
     "redrafter": lambda r: use(r.getfixturevalue("engine"), r.getfixturevalue("folder")),
     "medusa": lambda r: use(r.getfixturevalue("medusa"), r.getfixturevalue("folder")),
     "eagle": use_eagle,
     "dflash": lambda r: use(r.getfixturevalue("dflash") / "engine", r.getfixturevalue("dflash")),
     "mtp": lambda r: use(r.getfixturevalue("mtp") / "engine", r.getfixturevalue("mtp")),
+    "mtp_assistant": use_assistant,
     "draft_target": use_pair,
     "prompt_lookup": use_lookup,
     "suffix": use_suffix,
@@ -84,7 +90,7 @@ CASES: dict[str, Callable[[pytest.FixtureRequest], Case]] = {
 }
 MAX_ACCEPTED = {  # draft tokens that a step of these settings can accept
     "redrafter": 3, "medusa": 3, "eagle": 3, "dflash": 4, "draft_target": 2, "prompt_lookup": 3,
-    "suffix": 3, "ngram": 3, "lookahead": 3, "mtp": 3,
+    "suffix": 3, "ngram": 3, "lookahead": 3, "mtp": 3, "mtp_assistant": 3,
 }  # fmt: skip
 
 

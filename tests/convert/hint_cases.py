@@ -397,6 +397,8 @@ DRAFTERS = [
     Case("use another method", "opt", [flags(mtp_model_dir=Path("drafter")), put("mtp", "drafter")],
          [put("redrafter67", "drafter"),
           flags(mtp_model_dir=None, drafter_model_dir=Path("drafter"))]),
+    Case("assistants are supported whose layers are of {}", "mtp_assistant",
+         section("drafter", name="text_config", model_type="llama"), again),
     Case("give the folder as {} too, to convert both", "medusa",
          [copy_in("drafter", "model", prefix="medusa_heads."), flags(medusa_model_dir=None),
           keys(medusa_num_heads=3, medusa_num_layers=1)],

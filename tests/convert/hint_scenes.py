@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.methods import FOLDERS
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
+from tests.assistants import make_mtp_assistant, make_target
 from tests.blocks import LLAMA_NORMS, LLAMA_ROWS, begin_llama, finish, write_gguf
 from tests.conftest import (
     make_dflash_drafter,
@@ -92,6 +93,8 @@ def make_base(kind: str, root: Path) -> None:
         make_quantized(root, QUANTIZED[kind], name="model", vocab=128)
     elif kind == "compressed-98":
         make_quantized(root, QUANTIZED["compressed-channel"], name="model", intermediate=98)
+    elif kind == "mtp_assistant":
+        make_target(root / "model")
     elif kind in CLASSES and kind != "llama":
         make_family_model(root, kind, name="model")
     else:
@@ -141,6 +144,9 @@ DRAFTERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "dflash": ("dflash", lambda root: make_dflash_drafter(root, target_layers=4, name="drafter")),
     "spec-dflash": (
         "dflash", lambda root: make_dflash_drafter(root, form="speculators", name="drafter")
+    ),
+    "mtp_assistant": (
+        "mtp_assistant", lambda root: make_mtp_assistant(root, root / "model", name="drafter")
     ),
     "mtp": ("mtp", lambda root: make_mtp_head(root, root / "model", name="drafter")),
 }  # fmt: skip

@@ -93,7 +93,8 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (ADDED, "--base-model-checkpoint-dir without a drafter leaves nothing to convert",
          "give the drafter to add to the checkpoint: --drafter-model-dir or --medusa-model-dir or"
-         " --eagle-model-dir or --dflash-model-dir or --mtp-model-dir"),
+         " --eagle-model-dir or --dflash-model-dir or --mtp-model-dir or"
+         " --mtp-assistant-model-dir"),
         (f"{ADDED} --medusa-model-dir a --lora-dir l",
          "--lora-dir adds to a Hugging Face model, not to --base-model-checkpoint-dir",
          "give the model as --model-dir"),

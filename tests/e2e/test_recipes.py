@@ -205,7 +205,8 @@ def test_the_table_measures_every_method(
     arguments = ["--quick", "--work-dir", str(work), "--output-dir", str(tmp_path / "unused")]
     methods.main(arguments, moved, {"build": {"optimize": "none"}}, call_here)
     report = json.loads((work / "methods.json").read_text())
-    assert {row["method"] for row in report["rows"]} >= {*METHODS}
+    others = {"mtp_assistant"}  # which only a Gemma 4 has
+    assert {row["method"] for row in report["rows"]} >= {*METHODS} - others
     assert [row["name"] for row in report["rows"]] == [v.name for v in methods.VARIANTS]
     for row in report["rows"]:
         for length, found in zip(report["max_output_lens"], row["lengths"], strict=True):

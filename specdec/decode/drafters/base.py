@@ -1,8 +1,8 @@
 """Interface of a drafter to the loop: it proposes candidates and observes the result.
 
 Drafters derive from `Drafter`, or from one of two classes that keep what they draft from:
-`HiddenStateDrafter` the target's last hidden state of each row's newest token, for Medusa and
-ReDrafter; `FeatureDrafter` features of all committed tokens, for EAGLE, MTP and DFlash.
+`HiddenStateDrafter` the target's last state of each row's newest token, for Medusa, ReDrafter and
+MTP assistants; `FeatureDrafter` features of all committed tokens, for EAGLE, MTP and DFlash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
 from specdec.engine.graphs import Graphs, StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK, RowNumbers
+from specdec.engine.kv_cache import POSITION_BLOCK, KVCache, RowNumbers
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
 from specdec.engine.native_matrices import Weight
@@ -94,6 +94,9 @@ class Drafter:
     def make_twin(self) -> Drafter:
         """Return a drafter of the same cost for texts of random tokens, of which it keeps none."""
         return self
+
+    def take_cache(self, cache: KVCache) -> None:
+        """Take the target's cache, which at a `propose` holds all of a text but the last token."""
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; rows 0 ... num_rows - 1 of that many tokens will be in use.

@@ -20,7 +20,7 @@ from specdec.decode.drafters.calibration import follow_chances
 from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.kv_cache import RowNumbers
+from specdec.engine.kv_cache import KVCache, RowNumbers
 from specdec.engine.step import States
 from specdec.files.acceptance import Acceptance
 
@@ -66,6 +66,10 @@ class PacedDrafter(Drafter):
         """Return the members as they draft where only what is worth its time is verified."""
         groups = [[member.fit_budget() for member in group] for group in self.groups]
         return PacedDrafter(groups, self.pace.costs, names=self.names)
+
+    def take_cache(self, cache: KVCache) -> None:
+        for member in self.members:
+            member.take_cache(cache)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was learned of acceptance, and the account, go on."""
