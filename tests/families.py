@@ -150,7 +150,7 @@ def make_family_model(
             kinds = ("conv", "full_attention")
             values["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
         elif family == "granitemoehybrid":
-            kinds = ("linear_attention", "full_attention")
+            kinds = ("mamba", "attention")  # as published; transformers 4 knows no others
             values |= {"mamba_n_heads": heads, "mamba_d_state": 16, "mamba_n_groups": 1}
             values["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
     elif family == "lfm2":
@@ -223,7 +223,7 @@ def make_mamba(parent: Path, **config: Any) -> Path:
     sizes: dict[str, Any] = {
         "heads": 4, "kv_heads": 2, "layers": 4, "intermediate": 128, "rms_norm_eps": 0.1,
         "vocab": 128, "shared_intermediate_size": 64, "max_position_embeddings": 256,
-        "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
     }  # fmt: skip
     return make_family_model(parent, "granitemoehybrid", **sizes | config)
 

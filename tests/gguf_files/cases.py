@@ -23,7 +23,7 @@ HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "head_dim": 64, "heads": 2, "kv_heads": 1,
 }  # fmt: skip
-GRANITE_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+GRANITE_LAYERS = ["mamba", "attention", "mamba"]
 # Name -> family in tests/families.py and fields of its configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),

@@ -68,7 +68,7 @@ _GRANITE = {
 }  # fmt: skip
 _MAMBA = {
     "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
 }  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -209,11 +209,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "micro": {
             **_GRANITE, **_MAMBA, "num_local_experts": 0, "mamba_n_groups": 1, "mamba_d_conv": 3,
             "mamba_proj_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "layer_types": ["attention", "mamba"] * 2,
             "position_embedding_type": "rope", "attention_bias": True,
         },
         "attention": {
-            **_GRANITE, "num_local_experts": 0, "layer_types": ["full_attention"] * 2,
+            **_GRANITE, "num_local_experts": 0, "layer_types": ["attention"] * 2,
             "position_embedding_type": "rope",
         },
     },
