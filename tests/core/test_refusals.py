@@ -153,6 +153,17 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "--gguf-type has no effect without --to gguf", LEAVE),
         (f"{EXPORT} --model-dir m --trtllm-version 1.3",
          "--trtllm-version has no effect without --to trtllm-pytorch", LEAVE),
+        (f"{EXPORT} --model-dir m --deploy k8s --audit-image i",
+         "--deploy writes manifests of vLLM", "give --to vllm, or leave it out"),
+        ("export --output-dir o --to vllm --model-dir m --deploy k8s",
+         "missing --audit-image", "give an image that has specdec with its extra audit"),
+        *(
+            (f"{EXPORT} --model-dir m {option}",
+             f"{option.split()[0]} has no effect without --deploy", LEAVE)
+            for option in (
+                "--audit-image i", "--image i", "--storage c", "--replicas 3", "--gpus 2",
+            )
+        ),
     ],
     "specdec.generate.settings": [
         (f"{GENERATE} --input-file f", "prompts and --input-file are both given", LEAVE_ONE),
