@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.decode.engine import TorchEngine
+from specdec.engine.native_layers import NativeLayers
 from specdec.files.reading import read_json, write_json
 from specdec.verify.engine import verify_engine
 from specdec.verify.layers import compare_layers, find_first_difference
@@ -105,12 +106,23 @@ def test_the_broken_part_is_named(family: str, tmp_path: Path) -> None:
             assert first.layer is None or f"layers.{first.layer}" in first.module
 
 
-def test_kernels_that_run_all_layers_at_once_are_told_apart(tmp_path: Path) -> None:
-    """Half precision too: a right engine differs in no part; what one call breaks is said so."""
+def test_no_part_differs_where_drafts_or_a_kernel_of_all_layers_are_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right engine in half precision has the model's logits; a wrong kernel shows in these."""
     model = make_model(tmp_path / "model", "LlamaForCausalLM-plain", dtype="bfloat16")
     engine = make_engine(tmp_path, model)
-    section = compare_layers(engine, str(model), TOKENS, "bfloat16", "cpu")
-    assert section == {"num_tokens": len(TOKENS), "first": None, "plain_is_right": True}
+    expected = {"num_tokens": len(TOKENS), "first": None, "plain_is_right": True}
+    assert compare_layers(engine, str(model), TOKENS, "bfloat16", "cpu") == expected
+    honest = NativeLayers.run
+
+    def run(layers: NativeLayers, *arguments: Any, **options: Any) -> Any:
+        normed, observed_outputs = honest(layers, *arguments, **options)
+        return normed * 1.5, observed_outputs
+
+    monkeypatch.setattr(NativeLayers, "run", run)
+    expected["plain_is_right"] = False
+    assert compare_layers(engine, str(model), TOKENS, "bfloat16", "cpu") == expected
 
 
 def test_verify_names_the_part_in_its_report_and_its_error(tmp_path: Path) -> None:
