@@ -17,7 +17,7 @@ from typing import Any
 from specdec.errors import shorten
 from specdec.text.samples import TEXTS
 
-from .agent_client import SALT, AgentClient, AgentRequest, StepAnswer
+from .agent_client import SALT, AgentClient, AgentRequest, Doubt, StepAnswer
 from .answers import AnyPrompt, BadAnswer
 from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 from .server import Refused, ServerClient
@@ -269,7 +269,8 @@ def _judge(session: Session) -> list[Check]:
             fault = session.client.find_fault(answer)
             if fault is not None:
                 session.faults[name].append(fault)
-                faulty_answers.append((name, answer))
+                if not isinstance(fault, Doubt):
+                    faulty_answers.append((name, answer))
     evidence["sampled"] |= _judge_draws(session)
     if faulty_answers:
         name, answer = min(faulty_answers, key=lambda entry: entry[1].number)
@@ -315,16 +316,25 @@ def _compare_probes(session: Session) -> None:
         for answer in answers[1:]:
             fault = session.client.compare(answer, first)
             if fault is not None:
-                session.faults["probes"].append(
-                    f"request {answer.number}: another answer than at first: {fault}"
-                )
+                label = f"request {answer.number}: another answer than at first"
+                session.faults["probes"].append(type(fault)(f"{label}: {fault}"))
+
+
+def _judge_faults(faults: list[str]) -> str:
+    """Return the verdict of a check with these faults, doubts behind the certain ones."""
+    if not faults:
+        return OK
+    return SUSPECT if isinstance(faults[0], Doubt) else FAILED
 
 
 def _make_check(session: Session, name: str, evidence: dict[str, Any]) -> Check:
     answers, faults, client = session.answers[name], session.faults[name], session.client
     if not answers and not faults:
         return Check(name, SKIPPED, session.reasons.get(name, "nothing was asked"))
-    summary, verdict = f"{len(answers)} answers", FAILED if faults else OK
+    faults = sorted(faults, key=lambda fault: isinstance(fault, Doubt))
+    summary, verdict = f"{len(answers)} answers", _judge_faults(faults)
+    if verdict == SUSPECT:
+        summary += f", {len(faults)} differences without a margin: give --reference-url"
     if name == "turns":
         kinds = _list_comparisons(client)
         summary += f", prompts up to {session.num_prompt_tokens} tokens; compared with "

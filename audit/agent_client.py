@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.text.comparison import NEAR_TIE
+from specdec.text.comparison import NEAR_TIE, UNKNOWN
 
 from .answers import AnyPrompt, BadAnswer, Completion, Token
 from .server import Refused, ServerClient
@@ -56,6 +56,12 @@ class StepAnswer:
     number: int
     completion: Completion
     document: Mapping[str, Any]
+
+
+class Doubt(str):
+    """Difference that rounding may explain: no log-probabilities tell its margin."""
+
+    __slots__ = ()
 
 
 class AgentClient:
@@ -120,7 +126,8 @@ class AgentClient:
         if fresh is not None:
             fault = self.compare(answer, fresh)
             if fault is not None:
-                return f"{name}: another answer than without a cache and drafts: {fault}"
+                label = f"{name}: another answer than without a cache and drafts"
+                return type(fault)(f"{label}: {fault}")
         logprobs = self._score(answer)
         if logprobs is not None and answer.completion.tokens is not None:
             fault = _find_drift(answer.completion.tokens, logprobs, self.bound)
@@ -135,7 +142,9 @@ class AgentClient:
         if difference is not None:
             # A draw may fall otherwise where rounding does; that texts drift shows in the scores.
             is_excused = difference.cause == NEAR_TIE or not answer.step.is_greedy
-            return None if is_excused else str(difference)
+            if is_excused:
+                return None
+            return Doubt(difference) if difference.cause == UNKNOWN else str(difference)
         values = [token.logprob for token in second.tokens or ()]
         return _find_drift(first.tokens or (), values, self.bound)
 

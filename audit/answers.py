@@ -174,7 +174,7 @@ def read_tokens(logprobs: Any) -> list[Token] | None:
     if not logprobs:
         return None
     if "content" in logprobs:  # llama-server has this form at both endpoints
-        return [_read_token(token) for token in logprobs["content"] or []]
+        return [_read_written(token) for token in logprobs["content"] or []]
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     tokens = []
     for text, logprob, top in zip(
@@ -188,6 +188,15 @@ def read_tokens(logprobs: Any) -> list[Token] | None:
 def _read_token(token: Mapping[str, Any]) -> Token:
     top = tuple(_read_token(candidate) for candidate in token.get("top_logprobs") or ())
     return Token(token.get("id"), token["token"], token.get("logprob"), top)
+
+
+def _read_written(token: Mapping[str, Any]) -> Token:
+    """Read a token of an answer, whose log-probability may not be told.
+
+    llama-server tells none of a step that drafted: it writes 0, and lists no likeliest tokens.
+    """
+    read = _read_token(token)
+    return dataclasses.replace(read, logprob=None) if read.logprob == 0 and not read.top else read
 
 
 def _find_id(text: str) -> int | None:

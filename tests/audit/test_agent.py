@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from specdec.audit import agent, agent_client
-from specdec.audit.agent import FALSE_ALARM, NUM_SAMPLED, find_excess
-from specdec.audit.agent_client import AgentRequest, StepAnswer
-from specdec.audit.answers import Completion, Token
+from specdec.audit.agent import FALSE_ALARM, NUM_SAMPLED, Session, find_excess
+from specdec.audit.agent_client import AgentClient, AgentRequest, Doubt, StepAnswer
+from specdec.audit.answers import Completion, Token, read_tokens
+from specdec.audit.checks import FAILED, SUSPECT
 from specdec.audit.pipeline import audit_server
 from specdec.audit.settings import AuditSettings
 from specdec.decode import accept
@@ -210,6 +211,34 @@ def make_draws(seed: int, excess: float) -> list[StepAnswer]:
         completion = Completion(prompt="x", text="", max_tokens=64, tokens=tokens)
         answers.append(StepAnswer(AgentRequest("x", 64), 0, completion, {}))
     return answers
+
+
+def test_a_difference_is_a_doubt_where_no_log_probabilities_tell_its_margin() -> None:
+    """llama-server writes 0 and no likeliest tokens for tokens of a step that drafted."""
+
+    def make_answer(tokens: list[dict[str, Any]]) -> StepAnswer:
+        completion = Completion(
+            prompt="x", text="".join(token["token"] for token in tokens), max_tokens=2,
+            ids=[token["id"] for token in tokens], tokens=read_tokens({"content": tokens}),
+        )  # fmt: skip
+        return StepAnswer(AgentRequest("x", 2), 3, completion, {})
+
+    def write(token_id: int, *tops: float) -> dict[str, Any]:
+        listed = [{"id": 7 + i, "token": "ab"[i], "logprob": top} for i, top in enumerate(tops)]
+        logprob = tops[token_id - 7] if tops else 0
+        return {"id": token_id, "token": "ab"[token_id - 7], "logprob": logprob,
+                "top_logprobs": listed}  # fmt: skip
+
+    client = mock.Mock(bound=0.5)
+    session = Session(client, 2)
+    for expected, verdict in ((write(8), SUSPECT), (write(8, -3.0, -0.1), FAILED)):
+        first, second = make_answer([write(7)] * 2), make_answer([write(7), expected])
+        fault = AgentClient.compare(client, first, second)
+        assert fault is not None
+        assert isinstance(fault, Doubt) == (verdict == SUSPECT)
+        session.answers["forks"], session.faults["forks"] = [first], [fault]
+        assert agent._make_check(session, "forks", {}).verdict == verdict
+    assert AgentClient.compare(client, first, make_answer([write(7, -0.2, -1.8)] * 2)) is None
 
 
 def test_draws_are_judged_by_a_bound() -> None:
