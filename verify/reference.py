@@ -39,7 +39,7 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
     different = [
         f"{name} is {engine_size} and {model_size}"
         for name in SIZES
-        if (model_size := getattr(config, name, None)) is not None
+        if (model_size := _get_size(config, name)) is not None
         and (engine_size := getattr(model, name)) != model_size
     ]
     if different:
@@ -47,6 +47,14 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
             "give the base model that the engine's checkpoint was converted from",
         )
+
+
+def _get_size(config: Any, name: str) -> Any:
+    """Return a size in transformers' configuration; None where it has none for all layers."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' error for what differs from layer to layer
+        return None
 
 
 def find_own_arithmetic(engine: EngineConfig, device: str) -> str | None:

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from specdec.gguf.file import PLAIN
 from specdec.model.blocks import BLOCK_TYPES, GGUF, TYPES, widen_rows
 from specdec.model.config import ModelConfig
 from specdec.model.sharding import Block
-from specdec.model.tensors import EMBEDDING, HEAD, list_linears
+from specdec.model.tensors import EMBEDDING, HEAD, list_linears, list_target_tensors
 from specdec.system import logs
 
 from ..hf import HfFolder
@@ -29,6 +30,7 @@ from ..plan import ComputedTensors, PlannedTensor, RankPlan, SourceSlice
 from .unified import DEQUANTIZE
 
 # Of a mixture, which are a millionth of it and stay plain.
+INPUTS = re.compile(r"\.(layer_inputs|layer_input_proj|input_gate|input_proj)\.weight$")
 ROUTERS = ("mlp.router", "shared_expert_gate")
 # Name -> ggml's type, shape and rows, see `GgufModel.raw`.
 Sources = Mapping[str, tuple[Any, tuple[int, ...], Any]]
@@ -44,7 +46,8 @@ def keep_blocks(
     have parts of blocks.
     """
     modules = [
-        name.removesuffix(".weight") for name in (EMBEDDING, *list_linears(model), HEAD)
+        name.removesuffix(".weight")
+        for name in (EMBEDDING, *_list_inputs(model), *list_linears(model), HEAD)
         if not name.endswith(ROUTERS)
     ]  # fmt: skip
     sources = _choose_modules(modules, ranks[0], folder, model)
@@ -61,6 +64,12 @@ def keep_blocks(
     plain = [m for m in modules if m not in sources and f"{m}.weight" in ranks[0]]
     _report(folder, ranks[0], list(sources), plain, model)
     return block_ranks, {"quant_algo": GGUF, "exclude_modules": plain} if sources else {}
+
+
+def _list_inputs(model: ModelConfig) -> list[str]:
+    """List the matrices of what layers read of tokens besides one another: Gemma 4's."""
+    names = list_target_tensors(model) if model.layer_sizes is not None else ()
+    return [name for name in names if INPUTS.search(name)]
 
 
 def _choose_modules(

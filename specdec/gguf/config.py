@@ -7,104 +7,26 @@ architecture that is not read here is an error, since it may change what the mod
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from specdec.errors import SpecDecError, join_names, shorten
+from specdec.errors import SpecDecError, shorten
 from specdec.model.bounds import MAX_MODULES, MAX_SIZE
 from specdec.model.config import CONV, FULL, LINEAR, MAMBA, SLIDING, list_layer_types
 from specdec.model.rotary_scaling import find_scaling_problems
 
-from .file import PLAIN, StoredTensor, decode
+from .file import PLAIN, StoredTensor
+from .gemma4 import read_gemma4, read_gemma4_sizes
+from .metadata import Metadata
 from .names import GRANITE_DENSE, GRANITE_SHARED, MISTRAL, MIXTRAL, READ, GgufArchitecture
 
 CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
 STATEFUL = (*CONVOLVING, "granitehybrid")  # whose layers without keys have no heads of them
 SIGMOID = 2  # llama.cpp's number of a function of the router's outputs
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
-# Keys that change nothing in the models that are read; None: whatever they say.
-IGNORED_KEYS: dict[str, tuple[Any, ...] | None] = {
-    "vocab_size": None, "tensor_data_layout": None, "rope.scaling.finetuned": None,
-    "rope.scaling.original_context_length": None, "attention.causal": (True,),
-    "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,),
-    "pooling_type": (0,), "nextn_predict_layers": (0,), "expert_group_count": (0,),
-    "rope.dimension_sections": None,  # of pictures: the three positions of a text are one
-    "n_deepstack_layers": None,  # whose inputs have images added
-    "expert_gating_func": (0, 1), "expert_weights_scale": (0.0, 1.0),
-}  # fmt: skip
-
-
-@dataclasses.dataclass
-class Metadata:
-    """A file's values; what was asked for is remembered.
-
-    tensors: of the file, by llama.cpp's name.
-    """
-
-    path: Path
-    values: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    used_keys: set[str] = dataclasses.field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return str(self.values.get("general.architecture"))
-
-    def get(self, key: str, default: Any = None, *, all_layers: bool = False) -> Any:
-        """Return a value; of a list the one that all layers have, unless it is wanted whole."""
-        self.used_keys.add(key)
-        value = self.values.get(f"{self.name}.{key}", default)
-        if all_layers or not isinstance(value, list):
-            return value
-        if not value or any(element != value[0] for element in value):
-            self.refuse(f"{key} differs from layer to layer: {shorten(value)}")
-        return value[0]
-
-    def need(self, key: str) -> Any:
-        """Return a value that must be there."""
-        value = self.get(key)
-        if value is None:
-            self.refuse(f"the key {self.name}.{key} is missing")
-        return value
-
-    def count(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
-        """Return a whole number from 1 to `most`; without a default it must be there."""
-        value = self.need(key) if default is None else self.get(key, default)
-        if type(value) is not int or not 1 <= value <= maximum:
-            self.refuse(
-                f"{self.name}.{key} is {shorten(value)}, not a whole number from 1 to {maximum}"
-            )
-        return int(value)
-
-    def positive(self, key: str, default: float) -> float:
-        """Return a positive number."""
-        value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            self.refuse(f"{self.name}.{key} is {shorten(value)}, not a positive number")
-        return float(value)
-
-    def refuse(self, fact: str) -> NoReturn:
-        """Raise SpecDecError."""
-        raise SpecDecError(
-            f"{self.path}: {fact}", "take the Hugging Face folder that it was made from"
-        )
-
-    def check_rest(self) -> None:
-        """Raise SpecDecError for keys that nobody has read."""
-        known_keys = IGNORED_KEYS | dict.fromkeys(self.used_keys)
-        unread_keys = [
-            f"{key} {shorten(value)}" for key, value in self.values.items()
-            if key.startswith(prefix := f"{self.name}.")
-            and (allowed_values := known_keys.get(key.removeprefix(prefix), ())) is not None
-            and value not in allowed_values
-        ]  # fmt: skip
-        if unread_keys:
-            self.refuse(f"it may compute otherwise than is known here: {join_names(unread_keys)}")
 
 
 def find_architecture(data: Metadata) -> GgufArchitecture:
@@ -148,30 +70,29 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
             f"{data.path} holds no token_embd.weight", "take a file of a whole model"
         )
     hidden, num_heads = data.count("embedding_length"), data.count("attention.head_count")
-    head_dim = data.count("attention.key_length", max(1, hidden // num_heads))
-    if data.get("attention.value_length", head_dim) != head_dim:
-        data.refuse("its keys and values differ in size")
+    num_layers = data.count("block_count", maximum=MAX_MODULES)
     config: dict[str, Any] = {
         "architectures": [architecture.architecture],
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": data.count("block_count", maximum=MAX_MODULES),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _count_kv_heads(data, num_heads),
-        "head_dim": head_dim,
         "max_position_embeddings": data.count("context_length"),
         "rope_theta": data.positive("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in data.tensors,
         "dtype": choose_dtype(data.tensors),
     }
-    if data.get("feed_forward_length") or "ffn_gate_exps" not in architecture.modules:
-        config["intermediate_size"] = data.count("feed_forward_length")
+    if data.name == "gemma4":
+        config |= read_gemma4_sizes(data, num_layers)
+    else:
+        config |= _read_sizes(data, architecture, max(1, hidden // num_heads), num_heads)
     if data.name == "stablelm":
         config["layer_norm_eps"] = data.need("attention.layer_norm_epsilon")
     else:
         name = "norm_eps" if data.name in CONVOLVING else "rms_norm_eps"
         config[name] = data.need("attention.layer_norm_rms_epsilon")
+    head_dim = config.get("global_head_dim", config["head_dim"])
     rotated = data.count("rope.dimension_count", head_dim)
     if rotated != head_dim or data.name == "stablelm":
         config["partial_rotary_factor"] = rotated / head_dim
@@ -181,6 +102,22 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
         config |= read_extra(data, config)
     data.check_rest()
     return config
+
+
+def _read_sizes(
+    data: Metadata, architecture: GgufArchitecture, head_dim: int, num_heads: int
+) -> dict[str, Any]:
+    """Read the sizes of heads and MLPs of layers that are alike.
+
+    head_dim: what the size of a head is where no key says it.
+    """
+    head_dim = data.count("attention.key_length", head_dim)
+    if data.get("attention.value_length", head_dim) != head_dim:
+        data.refuse("its keys and values differ in size")
+    sizes = {"num_key_value_heads": _count_kv_heads(data, num_heads), "head_dim": head_dim}
+    if data.get("feed_forward_length") or "ffn_gate_exps" not in architecture.modules:
+        sizes["intermediate_size"] = data.count("feed_forward_length")
+    return sizes
 
 
 def _count_kv_heads(data: Metadata, num_heads: int) -> int:
@@ -233,18 +170,12 @@ def read_scaling(data: Metadata, config: Mapping[str, Any], rotated: int) -> dic
     return scalings[0] if scalings else None
 
 
-def _read_factors(data: Metadata, name: str) -> Any:
-    if (stored := data.tensors.get(name)) is None:
-        data.refuse(f"the tensor {name} is missing")
-    return decode(stored.read(0, stored.num_rows), stored.kind)[:, 0].astype(np.float64)
-
-
 def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     original = data.count("rope.scaling.original_context_length")
     # In the three fields that transformers 4 asks for; the length is alongside, see _read_phi3.
     scaling: dict[str, Any] = {"type": "longrope"}
     for kind in ("short", "long"):
-        factors = _read_factors(data, f"rope_factors_{kind}.weight").astype(np.float32)
+        factors = data.read_factors(f"rope_factors_{kind}.weight").astype(np.float32)
         scaling[f"{kind}_factor"] = [float(str(factor)) for factor in factors]
     attention_factor = data.positive("rope.scaling.attn_factor", 1.0)
     ratio = config["max_position_embeddings"] / original
@@ -259,9 +190,13 @@ def _read_longrope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, Any]]:
     """Compute the llama3 scaling that divides the frequencies by the file's rope_freqs.
 
+    Those of Gemma 4 are but its layers' of full attention, see `read_gemma4`.
+
     Between the two ends a factor tells the frequency's place: 1 / factor is linear in it.
     """
-    factors = _read_factors(data, "rope_freqs.weight")
+    if data.name == "gemma4":
+        return []
+    factors = data.read_factors("rope_freqs.weight")
     if len(factors) != rotated // 2:
         data.refuse(f"rope_freqs has {len(factors)} factors for {rotated} rotated dimensions")
     if np.all(factors == 1):
@@ -535,6 +470,7 @@ EXTRA_READERS: dict[str, ExtraReader] = {
     "gemma": _read_gemma,
     "gemma2": _read_gemma,
     "gemma3_text": _read_gemma,
+    "gemma4_text": read_gemma4,
     "phi3": _read_phi3,
     "granite": _read_granite,
     "granitemoe": _read_granite_moe,

@@ -83,6 +83,8 @@ def write_files(model: GgufModel, folder: Path) -> None:
     ends = list_ends(model.metadata)
     names = ["bos_token_id", "pad_token_id"]
     ids = {name: model.config[name] for name in names if model.config[name] is not None}
+    if suppressed_ids := model.metadata.get(PREFIX + "suppress_tokens"):
+        ids["suppress_tokens"] = suppressed_ids
     if ends:
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     write_json(folder / "generation_config.json", ids)

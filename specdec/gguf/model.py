@@ -17,13 +17,18 @@ from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.system.libraries import import_gguf
 
-from .config import Metadata, find_architecture, read_config
+from .config import find_architecture, read_config
 from .file import PLAIN, StoredTensor, decode, open_parts
+from .gemma4 import read_heads
+from .metadata import Metadata
 from .names import MTP_NAMES, NAMES, order_turned
 from .special import LISTS, PREFIX, read_special
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias|)")
 SIZED = ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj")  # of linear attention, by a head's size
+BARE = (  # by no kind of number
+    "A_log", "dt_bias", "sinks", "expert_bias", "mamba.D", "layer_scalar",
+)  # fmt: skip
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -135,16 +140,18 @@ class GgufModel:
                     GgufTensor(stored, stored.shape, change=self._find_change(hf_module)),
                 )
                 return
-        for inner_module, entry in self._name_part(module, stored):
-            bare = inner_module.endswith(("A_log", "dt_bias", "sinks", "expert_bias", "mamba.D"))
+        for inner_module, entry in self._name_part(module, stored, int(layer)):
+            bare = inner_module.endswith(BARE)
             yield f"{prefix}.{inner_module}{'' if bare else kind}", entry
 
-    def _name_part(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
+    def _name_part(
+        self, module: str, stored: StoredTensor, layer: int
+    ) -> Iterator[tuple[str, GgufTensor]]:
         """Yield the modules of a layer within a stored tensor, with their rows."""
         hf_module = self.architecture.modules.get(module)
         is_turned = self.architecture.interleaves and module in ("attn_q", "attn_k")
         if module == "attn_qkv" and hf_module is None:
-            yield from self._split_heads(("attn_q", "attn_k", "attn_v"), stored)
+            yield from self._split_heads(("attn_q", "attn_k", "attn_v"), stored, layer)
         elif module == "ssm_ba" and hf_module is None:
             yield from self._split_letters(stored)
         elif hf_module is None:
@@ -152,7 +159,7 @@ class GgufModel:
         elif "{expert}" in hf_module:
             yield from _split_experts(hf_module, stored)
         elif is_turned:
-            yield from self._split_heads((module,), stored)
+            yield from self._split_heads((module,), stored, layer)
         else:
             yield hf_module, self._open(hf_module, stored)
 
@@ -165,11 +172,11 @@ class GgufModel:
             yield f"linear_attn.in_proj_{letter}", GgufTensor(stored, shape, order=order)
 
     def _split_heads(
-        self, modules: tuple[str, ...], stored: StoredTensor
+        self, modules: tuple[str, ...], stored: StoredTensor, layer: int
     ) -> Iterator[tuple[str, GgufTensor]]:
         """Yield the attention's modules whose heads a stored tensor holds one after another."""
-        architecture, size = self.architecture, self.config["head_dim"]
-        num, num_kv = (self.config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        architecture, num = self.architecture, self.config["num_attention_heads"]
+        size, num_kv = read_heads(self.config, layer)
         heads = {module: num if module == "attn_q" else num_kv for module in modules}
         total = sum(heads.values())
         if stored.num_rows != total * size:
@@ -284,11 +291,19 @@ def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Arr
 
 
 def _split_experts(hf_module: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the experts' matrices of a stored tensor [E, rows, columns], or biases of [E, rows]."""
+    """Yield the experts' matrices of a stored tensor [E, rows, columns], or biases of [E, rows].
+
+    Those of gate and up may be one, gate's rows first.
+    """
     if len(stored.shape) == 2 and stored.kind in PLAIN:  # of a vector each element is a row
         row_bytes = stored.row_bytes // max(1, stored.shape[1])
         stored = dataclasses.replace(stored, shape=(*stored.shape, 1), row_bytes=row_bytes)
-    for expert in range(stored.shape[0]) if len(stored.shape) == 3 else ():
-        shape = stored.shape[1:2] if stored.name.endswith(".bias") else stored.shape[1:]
-        entry = GgufTensor(stored, shape, start=expert * stored.shape[1])
-        yield hf_module.format(expert=expert), entry
+    if len(stored.shape) != 3:
+        return
+    stem, separator, _ = hf_module.partition("gate_up_proj")
+    names = [f"{stem}{half}_proj" for half in ("gate", "up")] if separator else [hf_module]
+    num_rows = stored.shape[1] // len(names)
+    shape = (num_rows,) if stored.name.endswith(".bias") else (num_rows, *stored.shape[2:])
+    for number in range(stored.shape[0] * len(names)):
+        expert, half = divmod(number, len(names))
+        yield names[half].format(expert=expert), GgufTensor(stored, shape, start=number * num_rows)

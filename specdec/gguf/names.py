@@ -17,6 +17,9 @@ from specdec.files.reading import Array
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "model.embedding_norm": "token_embd_norm",  # LFM2's last
+    "model.embed_tokens_per_layer": "per_layer_token_embd",  # Gemma 4's
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "embed_tokens": "token_embd", "norm": "output_norm", "fc": "fc",
     "input_norm": "enc.output_norm",
 }  # fmt: skip
@@ -32,6 +35,23 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+GEMMA4_NAMES = (
+    SANDWICH_NAMES
+    | {
+        "layer_scalar": "layer_output_scale",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.{expert}.gate_up_proj": "ffn_gate_up_exps",
+    }
+    | {f"experts.{{expert}}.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")}
+)
 SEED_NAMES = LAYER_NAMES | {"post_attention_layernorm": "post_attention_norm"}
 # With {expert}: what one tensor [experts, out, in] holds for all.
 MIXTRAL_NAMES = LAYER_NAMES | {
@@ -125,6 +145,7 @@ READ = {
     "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", shift=1.0),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", "gemma2", SANDWICH_NAMES, shift=1.0),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH_NAMES, shift=1.0),
+    "gemma4": GgufArchitecture("Gemma4ForCausalLM", "gemma4_text", GEMMA4_NAMES),
     "phi3": GgufArchitecture("Phi3ForCausalLM", "phi3", PHI3_NAMES),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", interleaves=True),
     "stablelm": GgufArchitecture("StableLmForCausalLM", "stablelm"),

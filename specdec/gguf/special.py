@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 PREFIX = "tokenizer.ggml."
@@ -25,6 +25,11 @@ ENDS = (
 ENDS_OF_ANSWERS = tuple(
     {end, call} for end in ("<|return|>", "<|flush|>") for call in ("<|call|>", "<|calls|>")
 )
+
+
+def list_words(tokens: Collection[str]) -> tuple[str, ...]:
+    """List the tokens of ENDS that are words of a vocabulary: one in Gemma 4's."""
+    return ("</s>",) if "<|tool_response>" in tokens else ()
 
 
 def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -52,7 +57,6 @@ def list_ends(metadata: Mapping[str, Any]) -> list[int]:
     tokens = metadata.get(PREFIX + "tokens", ())
     ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
     ends = [list_special(metadata).get("eos"), *ends]
-    ends += [number for number, text in enumerate(tokens) if text in ENDS]
-    if any(pair <= set(tokens) for pair in ENDS_OF_ANSWERS):
-        ends = [end for end in ends if type(end) is not int or tokens[end] != "<|end|>"]
+    texts = set(ENDS) - set(list_words(tokens))
+    ends += [number for number, text in enumerate(tokens) if text in texts]
     return list(dict.fromkeys(end for end in ends if type(end) is int and end < len(tokens)))

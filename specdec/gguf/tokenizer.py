@@ -31,10 +31,13 @@ from .special import (
     UNKNOWN,
     USER_DEFINED,
     list_special,
+    list_words,
 )
 
 logger = logs.get_logger(__name__)
 
+GEMMA4 = "gemma4"
+KINDS = ["gpt2", "llama", GEMMA4]  # of tokenizers, by llama.cpp's names
 # Stands for the split that the ByteLevel of the package `tokenizers` makes by itself. All others
 # are patterns by which a byte-level tokenizer splits a text: each match is a word by itself.
 BYTE_LEVEL_SPLIT = ""
@@ -48,6 +51,7 @@ _TEKKEN = "|".join(
 _O200K = "|".join(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _TEKKEN.split("|"))
 LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _NON_LETTERS
 QWEN2 = _LETTERS + r"\p{N}" + _NON_LETTERS
+LINES = r"[^\n]+|\n+"
 DIGITS = (r"\p{N}", BYTE_LEVEL_SPLIT)
 # llama.cpp's name -> patterns. The first of equal ones is what is written.
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -74,7 +78,7 @@ PLAIN: dict[str, Any] = {
 # Keys that are read elsewhere, or that llama.cpp does not read for these kinds.
 READ_KEYS = (
     "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token",
-    "add_space_prefix", "token_type_count", "precompiled_charsmap",
+    "add_space_prefix", "suppress_tokens", "token_type_count", "precompiled_charsmap",
 )  # fmt: skip
 
 
@@ -87,8 +91,9 @@ class TokenizerMaker:
         self.pre = str(metadata.get(PREFIX + "pre", "default"))
         self.tokens: list[str] = metadata.get(PREFIX + "tokens") or []
         kinds = metadata.get(PREFIX + "token_type") or [NORMAL] * len(self.tokens)
+        words = list_words(self.tokens)
         self.kinds = [
-            CONTROL if text in ENDS else kind
+            NORMAL if text in words else CONTROL if text in ENDS else kind
             for text, kind in zip(self.tokens, kinds, strict=False)
         ]  # fmt: skip
         self.special = list_special(metadata)
@@ -96,8 +101,8 @@ class TokenizerMaker:
         self._check()
 
     def _check(self) -> None:
-        if self.kind not in ("gpt2", "llama"):
-            self.refuse(f"a tokenizer of kind {shorten(self.kind)}: gpt2 and llama are")
+        if self.kind not in KINDS:
+            self.refuse(f"a tokenizer of kind {shorten(self.kind)}; these are: {join_names(KINDS)}")
         if self.kind == "gpt2" and self.pre not in SPLITS:
             self.refuse(
                 f"the pre-tokenizer {shorten(self.pre)}; these are: {join_names(list(SPLITS))}"
@@ -149,7 +154,8 @@ class TokenizerMaker:
     def make(self) -> Tokenizer:
         """Return the tokenizer that tokenizer.json holds."""
         try:
-            tokenizer = self._make_bytes() if self.kind == "gpt2" else self._make_sentencepiece()
+            make = {"gpt2": self._make_bytes, "llama": self._make_sentencepiece}
+            tokenizer = make.get(str(self.kind), self._make_gemma4)()
             tokenizer.add_tokens(self._list_added())
             self._surround(tokenizer)
         except SpecDecError:
@@ -199,10 +205,12 @@ class TokenizerMaker:
 
     def _surround(self, tokenizer: Tokenizer) -> None:
         """Let it put tokens around a text."""
-        begins = self.kind == "llama" or self.pre in BOS_SPLITS
+        begins = self.kind != "gpt2" or self.pre in BOS_SPLITS
         pieces, special_tokens = ["$A:0"], []
         for name, default, index in (("bos", begins, 0), ("eos", False, 2)):
-            if self.metadata.get(f"{PREFIX}add_{name}_token", default) and name in self.special:
+            is_added = self.metadata.get(f"{PREFIX}add_{name}_token", default)
+            # llama.cpp begins a text of Gemma 4 with it whatever the file says.
+            if (is_added or self.kind == GEMMA4 and name == "bos") and name in self.special:
                 number = self.special[name]
                 pieces.insert(index, self.tokens[number])
                 special_tokens.append((self.tokens[number], number))
@@ -212,7 +220,7 @@ class TokenizerMaker:
     def _make_bytes(self) -> Tokenizer:
         """Make a byte-level BPE."""
         patterns = SPLITS[self.pre]
-        merges = [self._split_merge(m) for m in self.metadata.get(PREFIX + "merges") or []]
+        merges = self._read_merges()
         tokenizer = Tokenizer(BPE(self.vocab, merges, ignore_merges=self.pre in WHOLE_WORD_SPLITS))
         splits = [
             pre_tokenizers.Split(Regex(p), "isolated") for p in patterns if p != BYTE_LEVEL_SPLIT
@@ -223,6 +231,9 @@ class TokenizerMaker:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
+
+    def _read_merges(self) -> list[tuple[str, str]]:
+        return [self._split_merge(merge) for merge in self.metadata.get(PREFIX + "merges") or []]
 
     def _split_merge(self, merge: str) -> tuple[str, str]:
         """Return the two tokens that a merge makes a third of."""
@@ -236,14 +247,28 @@ class TokenizerMaker:
             self.refuse(f"the merge {shorten(merge)}, and {shorten(missing_tokens[0])} is no token")
         return left_token, right_token
 
+    def _make_gemma4(self) -> Tokenizer:
+        """Make Gemma 4's BPE: of characters, with merges of its own, lines and their ends apart."""
+        tokenizer = self._make_characters(self._read_merges())
+        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(LINES), "isolated")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        return tokenizer
+
+    def _make_characters(self, merges: list[tuple[str, str]]) -> Tokenizer:
+        """Make a BPE of characters, which has tokens for the bytes of those that it lacks."""
+        unknown_id = self.special.get("unk")
+        return Tokenizer(BPE(
+            self.vocab, merges, fuse_unk=True, byte_fallback=True,
+            unk_token=None if unknown_id is None else self.tokens[unknown_id],
+        ))  # fmt: skip
+
     def _make_sentencepiece(self) -> Tokenizer:
         """Make a SentencePiece BPE, whose merges llama.cpp computes from scores."""
         prefixes = self.metadata.get(PREFIX + "add_space_prefix", True)
-        unknown_id = self.special.get("unk")
-        tokenizer = Tokenizer(BPE(
-            self.vocab, self._list_merges(), fuse_unk=True, byte_fallback=True,
-            unk_token=None if unknown_id is None else self.tokens[unknown_id],
-        ))  # fmt: skip
+        tokenizer = self._make_characters(self._list_merges())
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend(SPACE)] * prefixes + [normalizers.Replace(" ", SPACE)]
         )

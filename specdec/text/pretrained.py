@@ -47,6 +47,8 @@ from specdec.text.pretrained_tokenizer import find_files, open_by_class, open_to
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")  # with matrices in one tensor
+PARTS = ("gate", "up", "down")  # of an expert
+JOINT_EXPERTS = ("gpt_oss", "gemma4_text")  # whose classes have them so in their files
 TIMEOUT = 10.0  # seconds for the Hub to answer
 
 logger = get_logger(__name__)
@@ -208,9 +210,10 @@ def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:
         name: view_tensor(model.read(name), info.dtype).to(dtype)
         for name, info in model.tensors.items()
     }
-    if model.config["model_type"] == "gpt_oss":
-        tensors = _join_experts(tensors)
-    elif model.config["model_type"] in GRANITES:
+    model_type = model.config["model_type"]
+    if model_type in JOINT_EXPERTS:
+        tensors = _join_experts(tensors, is_turned=model_type == "gpt_oss")
+    elif model_type in GRANITES:
         tensors = _join_granite(tensors)
     return kind.from_pretrained(None, state_dict=tensors, **options)
 
@@ -239,23 +242,35 @@ def _join_granite(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return joint | {name: torch.stack(matrices) for name, matrices in experts.items()}
 
 
-def _join_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gpt-oss's tensors with the experts of a layer in one, gate and up row by row."""
+def _stack(tensors: Mapping[str, Any], stem: str, name: str) -> Any:
+    """Return the tensors of a name of all experts in one, [E, ...]."""
     import torch
+
+    experts: list[Any] = []
+    while (expert := tensors.get(f"{stem}.{len(experts)}.{name}")) is not None:
+        experts.append(expert)
+    return torch.stack(experts)
+
+
+def _join_experts(tensors: Mapping[str, Any], *, is_turned: bool) -> dict[str, Any]:
+    """Return tensors with the experts of a layer in one, and their gates with their up.
+
+    is_turned: rows of gate and up by turns, and matrices [E, in, out], as gpt-oss has them.
+    """
+    import torch
+
+    def turn(matrix: Any) -> Any:
+        return matrix.transpose(1, 2).contiguous() if is_turned and matrix.dim() > 2 else matrix
 
     joint: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if ".experts." not in n}
     for first in [name for name in tensors if name.endswith(".experts.0.down_proj.weight")]:
         stem = first.removesuffix(".0.down_proj.weight")
-        count = sum(name.startswith(f"{stem}.") for name in tensors) // 6  # two of each matrix
         for kind, suffix in (("weight", ""), ("bias", "_bias")):
-            gate, up, down = (
-                torch.stack([tensors[f"{stem}.{e}.{part}_proj.{kind}"] for e in range(count)])
-                for part in ("gate", "up", "down")
-            )
-            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
-            for name, tensor in (("gate_up", gate_up), ("down", down)):
-                turned = tensor.transpose(1, 2).contiguous() if kind == "weight" else tensor
-                joint[f"{stem}.{name}_proj{suffix}"] = turned
+            if f"{stem}.0.down_proj.{kind}" in tensors:
+                gate, up, down = (_stack(tensors, stem, f"{p}_proj.{kind}") for p in PARTS)
+                gate_up = torch.stack((gate, up), dim=2 if is_turned else 1).flatten(1, 2)
+                joint[f"{stem}.gate_up_proj{suffix}"] = turn(gate_up)
+                joint[f"{stem}.down_proj{suffix}"] = turn(down)
     return joint
 
 

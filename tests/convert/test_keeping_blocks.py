@@ -106,9 +106,10 @@ def rewrite(name: str, path: Path, kinds: tuple[int, ...], inner: int = 0) -> Pa
     for number, tensor in enumerate(reader.tensors):
         kind = gguf.GGMLQuantizationType.F32
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if inner and "_exps" in tensor.name:
+        if inner and "_exps.weight" in tensor.name:
             num, rows, columns = values.shape
-            shape = (num, rows, inner) if "down" in tensor.name else (num, inner, columns)
+            height = 2 * inner if "gate_up" in tensor.name else inner
+            shape = (num, rows, inner) if "down" in tensor.name else (num, height, columns)
             values = generator.normal(0, 0.3, shape).astype(np.float32)
         if values.ndim > 1 and values.shape[-1] % 32 == 0 and "gate_inp" not in tensor.name:
             kind = gguf.GGMLQuantizationType(kinds[number % len(kinds)])
@@ -126,7 +127,7 @@ def find_blocks(kept: Path, plain: Path) -> set[str]:
         values = expected[f"{name}.weight"]
         flat = dequantize(rows.reshape(-1, rows.shape[-1]), types.reshape(-1), values.shape[-1])
         assert torch.equal(torch.from_numpy(flat).view(values.shape), values), name
-    return {name.partition("layers.")[2] for name in modules}
+    return {name.partition("layers.")[2] or name for name in modules}
 
 
 @needs_compiler
@@ -147,7 +148,12 @@ def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("qwen3_moe", (2, 8, 3)), ("qwen3_moe", (6, 39, 7)), ("qwen2_moe", (2, 8, 3))],
+    [
+        ("qwen3_moe", (2, 8, 3)),
+        ("qwen3_moe", (6, 39, 7)),
+        ("qwen2_moe", (2, 8, 3)),
+        ("gemma4", (2, 8, 3)),
+    ],
 )
 def test_experts_stay_in_blocks(name: str, kinds: tuple[int, ...], tmp_path: Path) -> None:
     """Those of a layer all, or none, with the shared one."""
@@ -158,7 +164,12 @@ def test_experts_stay_in_blocks(name: str, kinds: tuple[int, ...], tmp_path: Pat
     if name == "qwen2_moe":  # whose shared expert has 48 columns
         assert not any(".mlp." in module for module in found)
     else:
-        assert {f"{layer}.mlp.{part}" for layer in (0, 1) for part in ("fc", "proj")} <= found
+        experts = "experts." if name == "gemma4" else ""
+        parts = [f"{experts}{part}" for part in ("fc", "proj")]
+        assert {f"{layer}.mlp.{part}" for layer in (0, 1) for part in parts} <= found
+    if name == "gemma4":  # the table, of which a step reads the rows of its tokens, and its kin
+        inputs = {"transformer.layer_inputs", "transformer.layer_input_proj", "3.input_gate"}
+        assert inputs <= found
     text = run(kept, "--optimize", "none")
     assert text == run(plain, "--optimize", "none"), "weights have the library's bits"
     assert len({tuple(each) for each in text}) > 1, "the texts differ"

@@ -40,6 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3", {"layers": 6, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    # All that E4B and 26B-A4B have.
+    "gemma4": ("gemma4", {"layers": 4, "intermediate": 32, "sliding_window": 6}),
+    "gemma4_dense": (
+        "gemma4",
+        {"heads": 4, "kv_heads": 2, "layers": 3, "num_kv_shared_layers": 0, "sliding_window": 6,
+         "use_double_wide_mlp": False, "attention_k_eq_v": False, "enable_moe_block": False,
+         "hidden_size_per_layer_input": 0, "final_logit_softcapping": 9.0},
+    ),
     "phi3": (
         "phi3",
         {"rope_parameters": LONG, "max_position_embeddings": 192, "pad_token_id": 0,

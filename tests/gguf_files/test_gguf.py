@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,8 @@ def edit(
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     types = {tensor.name: tensor.tensor_type for tensor in read.tensors}
     for name, data in change({tensor.name: tensor.data for tensor in read.tensors}).items():
-        kind = types.get(name, types.get(name.replace("attn_qkv", "attn_q")))
+        twins = (name, name.replace("attn_qkv", "attn_q"), re.sub("(gate|up)_e", "gate_up_e", name))
+        kind = next(types[twin] for twin in twins if twin in types)
         writer.add_tensor(name, np.array(data), raw_dtype=kind)
     finish(writer)
 
@@ -274,6 +276,29 @@ def test_biases_of_one_tensor_for_queries_keys_and_values(tmp_path: Path) -> Non
         assert np.array_equal(whole.read(name), parts.read(name)), name
 
 
+def test_gemma_4_with_tensors_that_are_one(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-qkv and --fuse-gate-up-exps."""
+
+    def fuse(tensors: dict[str, Any]) -> dict[str, Any]:
+        for name in [name for name in tensors if ".attn_v." in name or "gate_up" in name]:
+            if "gate_up" in name:
+                halves = np.split(tensors.pop(name), 2, axis=1)
+                for half, data in zip(("gate", "up"), halves, strict=True):
+                    tensors[name.replace("gate_up", half)] = data
+                continue
+            parts = [tensors.pop(name.replace("attn_v", f"attn_{part}")) for part in "qkv"]
+            tensors[name.replace("attn_v", "attn_qkv")] = np.concatenate(parts)
+        return tensors
+
+    for name in ("gemma4", "gemma4_dense"):
+        edit(GOLDEN / f"{name}.gguf", tmp_path / f"{name}.gguf", {}, fuse)
+        found, expected = (GgufModel(parent / f"{name}.gguf") for parent in (tmp_path, GOLDEN))
+        assert found.config == expected.config
+        assert found.tensors == expected.tensors
+        for tensor in found.tensors:
+            np.testing.assert_array_equal(found.read(tensor), expected.read(tensor))
+
+
 def test_stablelm_is_parallel_where_it_lacks_a_norm(tmp_path: Path) -> None:
     """As llama.cpp has it, whose converter writes `true` where config.json does not say."""
     said = {"stablelm.use_parallel_residual": True}
@@ -339,10 +364,11 @@ TEXTS = (
 
 
 def list_metadata(kind: str, *, prefix: bool) -> dict[str, Any]:
-    """A small vocabulary of one of the two kinds."""
+    """A small vocabulary of one of the three kinds."""
     from specdec.files.vocabulary import list_byte_letters
 
-    if kind == "llama":
+    space = "\u0120" if kind == "gpt2" else "\u2581"
+    if kind != "gpt2":
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
         kinds = [2, 3, 3, *[6] * 256]
         words = ["\u2581", *"Helowrdxabpc", "He", "ll", "llo", "Hello", "\u2581w", "or", "ld"]
@@ -354,14 +380,14 @@ def list_metadata(kind: str, *, prefix: bool) -> dict[str, Any]:
     return {
         "model": kind, "pre": "smollm", "tokens": tokens, "token_type": kinds,
         "scores": [-float(at) for at in range(len(tokens))],
-        "merges": ["H e", "l l", "ll o", "He llo", "\u0120 w", "o r"],
+        "merges": ["H e", "l l", "ll o", "He llo", f"{space} w", "o r"],
         "add_space_prefix": prefix, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "prefix", "begins"),
-    cover(itertools.product(["gpt2", "llama"], [False, True], [False, True])),
+    cover(itertools.product(["gpt2", "llama", "gemma4"], [False, True], [False, True])),
 )
 def test_tokenizer_and_template(kind: str, prefix: bool, begins: bool, tmp_path: Path) -> None:
     metadata = list_metadata(kind, prefix=prefix) | {"add_bos_token": begins}
@@ -371,6 +397,7 @@ def test_tokenizer_and_template(kind: str, prefix: bool, begins: bool, tmp_path:
     )
     tokenizer = load_tokenizer(tmp_path / "m.gguf")
     end = len(metadata["tokens"]) - 1
+    begins |= kind == "gemma4"  # in llama.cpp too, whatever the file says
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
         assert (ids[:1] == [1]) is begins
@@ -486,11 +513,14 @@ def test_diagnose_takes_a_file(tmp_path: Path) -> None:
     assert "the chat template is not used" in done.stdout
 
 
-def test_commands_take_a_file(tmp_path: Path) -> None:
-    model, out = GOLDEN / "llama.gguf", tmp_path / "out"
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_commands_take_a_file(name: str, tmp_path: Path) -> None:
+    if transformers.__version__.startswith("4.") and name in EXPERTS:
+        pytest.skip("transformers 4 has no such model")
+    model, out = GOLDEN / f"{name}.gguf", tmp_path / "out"
     call("convert", "--model-dir", model, "--dtype", "float32", "--output-dir", out)
     checked = read_json(out / "manifest.json")["sources"]
-    assert [Path(source["path"]).name for source in checked] == ["llama.gguf"]
+    assert [Path(source["path"]).name for source in checked] == [f"{name}.gguf"]
     call("build", "--checkpoint-dir", out, "--backend", "torch", "--output-dir", tmp_path / "e")
     told = run_cli_here(
         "verify", "--engine-dir", tmp_path / "e", "--model-dir", model, "--max-output-len", 20,

@@ -19,8 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specdec.errors import SpecDecError
 from specdec.gguf import file as gguf_file
 from specdec.gguf import special
-from specdec.gguf.config import Metadata, choose_dtype, find_architecture, read_config
+from specdec.gguf.config import choose_dtype, find_architecture, read_config
 from specdec.gguf.file import open_parts
+from specdec.gguf.metadata import Metadata
 from specdec.gguf.model import order_values
 from specdec.gguf.names import ARCHITECTURES, MTP_NAMES, NAMES, READ, order_turned
 from tests.blocks import finish
@@ -62,6 +63,22 @@ HYBRID_FIELDS = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4: dict[str, Any] = {
+    "key_length": 8, "value_length": 8, "rope_dimension_count": 8, "key_length_swa": 12,
+    "value_length_swa": 12, "rope_dimension_count_swa": 12, "head_count_kv": [KV_HEADS, 1] * 2,
+    "shared_kv_layers": 0, "embedding_length_per_layer_input": 0, "sliding_window": 16,
+    "sliding_window_pattern": [True, False] * 2,
+}  # fmt: skip
+GEMMA4_FIELDS: dict[str, Any] = {
+    "model_type": "gemma4_text", "head_dim": 12, "global_head_dim": 8, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 16,
+    "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+}  # fmt: skip
 # llama.cpp's architecture, what is called of GGUFWriter's add_..., tensors, fields of config.json.
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("llama", {}, (), {
@@ -128,6 +145,26 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("gemma3", {"sliding_window": 16, "sliding_window_pattern": [True, False, False, True],
                 "rope_freq_base_swa": 2e4}, (), {
         "layer_types": [SLIDING, FULL, FULL, SLIDING], "rope_local_base_freq": 2e4}),
+    ("gemma4", GEMMA4, ("rope_freqs.weight",), GEMMA4_FIELDS),
+    # As E4B: the last layers read the keys of the two before them, and have MLPs twice as wide.
+    ("gemma4", GEMMA4 | {
+        "block_count": 6, "sliding_window_pattern": [True, False] * 3, "shared_kv_layers": 4,
+        "feed_forward_length": [224] * 2 + [448] * 4, "head_count_kv": KV_HEADS,
+        "embedding_length_per_layer_input": 7, "final_logit_softcapping": 9.0,
+        "rope_freq_base_swa": 2e4},
+     ("rope_freqs.weight", "per_layer_token_embd.weight", "blk.1.attn_v.weight"), GEMMA4_FIELDS | {
+        "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True, "attention_k_eq_v": False, "hidden_size_per_layer_input": 7,
+        "num_global_key_value_heads": KV_HEADS, "vocab_size_per_layer_input": 4,
+        "final_logit_softcapping": 9.0, "rope_parameters": {
+            FULL: GEMMA4_FIELDS["rope_parameters"][FULL],
+            SLIDING: {"rope_type": "default", "rope_theta": 2e4}}}),
+    # As 26B-A4B, but with values of their own beside keys that differ in number.
+    ("gemma4", GEMMA4 | EXPERTS, ("rope_freqs.weight", "blk.0.ffn_gate_inp.weight",
+                                  "blk.1.attn_qkv.weight", "blk.3.attn_v.weight"), {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "attention_k_eq_v": False,
+        "moe_intermediate_size": 40, "head_dim": 12, "per_layer_config": dict.fromkeys(
+            "13", {"head_dim": 8, "num_key_value_heads": 1})}),
     ("phi3", {"sliding_window": 64, "rope_scaling_orig_ctx_len": 160}, (), {
         "model_type": "phi3", "sliding_window": 64, "original_max_position_embeddings": 160}),
     ("granite", {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0,
@@ -189,7 +226,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
 WITHOUT_DEFAULT = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "head_dim",
     "hidden_activation", "mtp_num_hidden_layers", "intermediate_size", "decoder_sparse_step",
-    "norm_topk_prob", "mlp_only_layers",
+    "norm_topk_prob", "mlp_only_layers", "global_head_dim", "num_global_key_value_heads",
 }  # fmt: skip
 
 
@@ -223,8 +260,9 @@ def test_keys_are_fields(
         del expected["rms_norm_eps"]
     assert {name: found.get(name) for name in expected} == expected
     # The fields are those of transformers' class: a misspelt one would be ignored.
-    known = transformers.AutoConfig.for_model(found["model_type"])
-    assert {name for name in found if not hasattr(known, name)} <= WITHOUT_DEFAULT
+    default = transformers.AutoConfig.for_model(found["model_type"])
+    known = default.to_dict() | default.attribute_map
+    assert {name for name in found if name not in known} <= WITHOUT_DEFAULT
 
 
 def test_every_architecture_is_llama_cpps_and_has_a_case() -> None:
@@ -299,6 +337,9 @@ def test_special_tokens_of_a_file() -> None:
     assert special.list_ends(values) == [3, 5, 2, 4]
     pieces = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "llama"}
     assert special.list_special(pieces) == {"bos": 1, "eos": 2, "unk": 0}
+    # Of Gemma 4, where </s> is a word.
+    gemma = {"tokenizer.ggml.tokens": [*tokens, "<|tool_response>"]}
+    assert special.list_ends(values | gemma) == [3, 5, 4, 6]
 
 
 # ---- The rotary embedding.
@@ -415,6 +456,24 @@ def test_value_heads_are_dealt() -> None:
         ("phi3", {"rope_scaling_orig_ctx_len": 9}, ("rope_factors_long.weight",),
          "the tensor rope_factors_short.weight is missing"),
         ("gemma3", {}, (), "a Gemma 3 without a window is not read"),
+        ("gemma4", GEMMA4, (), "the tensor rope_freqs.weight is missing"),
+        ("gemma4", GEMMA4, ("rope_freqs.weight",), "rope_freqs.weight is [2.0, 2.0, 2.0], not 4"),
+        ("gemma4", GEMMA4 | {"sliding_window_pattern": [False, True] * 2}, (),
+         "not a list for 4 layers, the last of which sees all tokens"),
+        ("gemma4", GEMMA4 | {"sliding_window_pattern": 2}, (), "sliding_window_pattern is 2, not"),
+        ("gemma4", GEMMA4 | {"shared_kv_layers": 4}, (), "shared_kv_layers is 4 of 4 layers"),
+        ("gemma4", GEMMA4 | {"shared_kv_layers": 1}, (),
+         "layers of full_attention behind layer 2 would read the keys of layer 2"),
+        ("gemma4", GEMMA4 | {"head_count_kv": [3, 1, 2, 1]}, (),
+         "head_count_kv differs among its layers of sliding_attention: [3, 1, 2, 1]"),
+        ("gemma4", GEMMA4 | {"head_count_kv": [3, 0, 3, 0]}, (), "not whole numbers from 1 to"),
+        ("gemma4", GEMMA4 | {"feed_forward_length": [24, 24, 24, 48]}, (),
+         "feed_forward_length is [24, 24, 24, 48]: all but the last 0 layers have one size"),
+        ("gemma4", GEMMA4 | {"rope_dimension_count_swa": 6}, (),
+         "rope.dimension_count_swa is 6 beside keys of 12"),
+        ("gemma4", GEMMA4, ("blk.1.attn_v.weight",), "some of its layers of full_attention have"),
+        ("gemma4", GEMMA4 | {"rope_scaling_type": gguf.RopeScalingType.LINEAR,
+                             "rope_scaling_factor": 2.0}, (), "it scales rotary frequencies"),
         ("granite", {}, (), "the key granite.logit_scale is missing"),
         ("granite", {"logit_scale": 8.0, "rope_scaling_finetuned": False}, (),
          "a Granite without rotary embedding is not read"),
