@@ -311,8 +311,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
     "specdec.verify.settings": [
         ("verify --checkpoint-dir c --engine-dir e",
          "--engine-dir: no effect with --checkpoint-dir, a claim of its own", LEAVE),
-        ("verify", "missing --checkpoint-dir, or --engine-dir and --model-dir",
-         "name the checkpoint or the engine to verify"),
+        ("verify", "missing --checkpoint-dir, or --model-dir",
+         "name the checkpoint or the model to verify"),
+        (f"{VERIFY} --dtype float32", "--dtype with --engine-dir, which has a type",
+         "leave one out"),
         (f"{VERIFY} --workers 2", "--workers: no effect with --engine-dir", LEAVE),
         (f"{VERIFY} --top-k 3", "--top-k: no effect with greedy text alone: --sampling is absent",
          LEAVE),
