@@ -241,6 +241,20 @@ def test_a_difference_is_a_doubt_where_no_log_probabilities_tell_its_margin() ->
     assert AgentClient.compare(client, first, make_answer([write(7, -0.2, -1.8)] * 2)) is None
 
 
+@pytest.mark.parametrize(("logprob", "is_fault"), [(0.0, (True, False)), (-4.0, (True, True))])
+def test_a_grammar_may_raise_log_probabilities(logprob: float, is_fault: tuple[bool, bool]) -> None:
+    """The score of the text in a prompt is -2; a grammar explains what is above it alone."""
+    client = mock.Mock(bound=0.5, reference=None, fresh_fields=None)
+    client._score.return_value = [-2.0]
+    for fields, expected in zip(({}, {"response_format": {}}), is_fault, strict=True):
+        tokens = [Token(1, "a", logprob)]
+        step = AgentRequest("p", 1, {"temperature": 0, **fields})
+        completion = Completion(prompt="p", text="a", max_tokens=1, tokens=tokens)
+        answer = StepAnswer(step, 1, completion, {})
+        fault = AgentClient.find_fault(client, answer)
+        assert (fault is not None and "other log-probabilities" in fault) == expected
+
+
 def test_draws_are_judged_by_a_bound() -> None:
     """No fair server of 300 is accused; one that takes a seventh more drafts is, each time."""
     for seed in range(300):
