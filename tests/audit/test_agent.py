@@ -246,7 +246,8 @@ def test_a_grammar_may_raise_log_probabilities(logprob: float, is_fault: tuple[b
     """The score of the text in a prompt is -2; a grammar explains what is above it alone."""
     client = mock.Mock(bound=0.5, reference=None, fresh_fields=None)
     client._score.return_value = [-2.0]
-    for fields, expected in zip(({}, {"response_format": {}}), is_fault, strict=True):
+    requests: tuple[dict[str, Any], ...] = ({}, {"response_format": {}})
+    for fields, expected in zip(requests, is_fault, strict=True):
         tokens = [Token(1, "a", logprob)]
         step = AgentRequest("p", 1, {"temperature": 0, **fields})
         completion = Completion(prompt="p", text="a", max_tokens=1, tokens=tokens)
