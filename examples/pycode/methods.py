@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.pycode.recipe import PROMPTS, Recipe, list_commands, write_recipes
+from examples.pycode.recipe import NAMES, PROMPTS, Recipe, list_commands, write_recipes
 from specdec.errors import name_extra
 from specdec.measure.plots import has_matplotlib
 from specdec.methods import METHODS
@@ -85,7 +85,7 @@ SHOWN = (
 VARIANTS = SHOWN + tuple(  # a method that is not listed is measured by its recipe
     Variant(method.title, name)
     for name, method in METHODS.items()
-    if name not in {variant.method for variant in SHOWN}
+    if name in NAMES and name not in {variant.method for variant in SHOWN}
 )
 
 

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "specdec/model/short_conv.py": "tests/convert/test_hints.py",
     "specdec/model/mamba2.py": "tests/convert/test_hints.py",
     "specdec/model/layer_sizes.py": "tests/convert/test_hints.py",
+    "specdec/methods/mtp_assistant.py": "tests/convert/test_mtp_assistant.py",
     "specdec/checkpoint/config.py": "tests/convert/test_hints.py",
     "specdec/checkpoint/inventory.py": "tests/convert/test_hints.py",
     "specdec/trtllm/engine_folder.py": "tests/trtllm/test_engine_folder.py",

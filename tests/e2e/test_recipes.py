@@ -114,8 +114,9 @@ def test_a_recipe_runs_from_data_to_text(name: str, paths: dict[str, str], tmp_p
 
 
 def test_every_method_has_a_recipe_that_is_run_here() -> None:
-    assert set(METHODS) <= set(recipe.NAMES)
-    for method in METHODS:
+    own_methods = set(METHODS) - {"mtp_assistant"}  # which only a Gemma 4 has
+    assert own_methods <= set(recipe.NAMES)
+    for method in own_methods:
         names = recipe.list_recipes(method)
         sections = recipe.read_recipe(ROOT / "configs" / f"{names[-1]}.yaml")
         trained = {"data", "train"} if method in TRAINABLE else set()
