@@ -100,6 +100,8 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
         "calibration",
         "defaults",
         "devices",
+        "forecast",
+        "joined",
         "merging",
         "pace",
         "paced",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from specdec.decode.drafters.calibration import (
     follow_chances,
     read_confidence,
 )
+from specdec.decode.drafters.forecast import forecast_steps
+from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.paced import PacedDrafter, bind
 from specdec.decode.requests import ActiveRequest
@@ -235,6 +238,33 @@ def test_an_account() -> None:
     account.add(100.0, 0.25, is_trial=True)
     assert (account.spent_seconds, account.lost_seconds) == (110.0, 0.75)
     assert account.trial_allowance == pytest.approx(0.009 * 100 - 0.25)
+    # A share of 110 + 40 seconds; what has been won counts, too, what was lost does not.
+    assert account.find_reading_limit(40.0) == pytest.approx(0.04 * 150)
+    account.read(5.0, is_trial=True)
+    assert (account.spent_seconds, account.reading_seconds) == (115.0, 5.0)
+    assert account.trial_allowance == pytest.approx(0.009 * 100 - 0.25 - 5)
+    account.lost_seconds = -1.0
+    assert account.find_reading_limit(35.0) == pytest.approx(0.04 * 150 - 5 + 1)
+    account.reading_seconds = 50.0
+    assert account.find_reading_limit(35.0) == 0
+
+
+# ---- Forecasts.
+
+
+def test_a_forecast_is_of_the_size_with_the_most_tokens_a_second() -> None:
+    """Drafts that nothing is known of: 0.7 of the tokens are right."""
+    promise = Promise(3, is_chain=False)
+    forecast = forecast_steps(promise, frozenset({1}), 2, 1.0, [1.1, 1.2, 2.0], [0.5, 0.5, 0.5])
+    rates = [2 * 1.7 / 1.6, 2 * 2.19 / 1.7, 2 * 2.533 / 2.5]
+    assert (forecast.best_size, forecast.left_out) == (2, frozenset({1}))
+    assert forecast.rate == pytest.approx(rates[1])
+    assert forecast.gain == pytest.approx(rates[1] / 2)
+    assert forecast.gains == pytest.approx([0.7, 1.19, 1.533])
+    # Plain steps emit more than dear drafts do; a draft that is verified whole has one size.
+    dear = forecast_steps(promise, frozenset(), 2, 1.0, [1.3], [9.0])
+    assert (dear.best_size, dear.rate) == (3, 2.0)
+    assert dear.gain == pytest.approx(2.533 / 10.3)
 
 
 # ---- Merging.
@@ -253,7 +283,7 @@ def test_a_merged_tree_is_as_sure_as_the_surer_of_both() -> None:
     assert join_candidates([Candidates(make_root(7)), two]) is two
 
 
-# ---- Drafters under one pace.
+# ---- Drafters that are joined, and drafters under one pace.
 
 
 class Scripted(Drafter):
@@ -284,6 +314,29 @@ def make_requests(*roots: int) -> list[ActiveRequest]:
         cast(ActiveRequest, SimpleNamespace(output_ids=[root], remaining=99, request=prompt))
         for root in roots
     ]  # fmt: skip
+
+
+def test_joined_drafters_are_all_told_of_everything() -> None:
+    """The calls of one are the calls of each, and what they answer is put together."""
+    members = [create_autospec(Drafter, instance=True) for _ in range(3)]
+    for number, member in enumerate(members):
+        member.max_draft_tokens = member.max_draft_depth = number + 1
+        member.follows_prompts, member.follows_last = number == 2, False
+        member.count_unread.return_value, member.list_numbers.return_value = 10**number, [number]
+    drafter = JoinedDrafter([members[:2], members[2:]])
+    assert (drafter.max_draft_tokens, drafter.max_draft_depth) == (3, 3)
+    assert (drafter.follows_prompts, drafter.follows_last) == (True, False)
+    calls: dict[str, tuple[Any, ...]] = {
+        "take_cache": (object(),), "allocate": (2, 64), "start": ([],), "follow": ([0], [1], [2], STATES),
+        "observe": ([], STATES, [[0]]), "copy_prefix": (0, 1, 9), "settle": (1,), "resume": (1, 9),
+        "keep": (),
+    }  # fmt: skip
+    for name, values in calls.items():
+        getattr(drafter, name)(*values)
+        for member in members:
+            getattr(member, name).assert_called_once_with(*values)
+    assert drafter.count_unread([]) == 111
+    assert cast(Any, drafter.list_numbers()) == [0, 1, 2]
 
 
 STATES = States(torch.zeros(1, 1, 1))

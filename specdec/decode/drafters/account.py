@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 LOSS_SHARE = 0.02  # of the time of plain decoding, what drafts may lose
+READ_SHARE = 0.04  # of the time of all steps, what drafters may take to read prompts
 TRIAL_SHARE = 0.009  # of that time, what trials of drafts may lose that are believed not to pay
 
 
@@ -26,6 +27,21 @@ class Account:
     def find_limit(self, seconds_ahead: float) -> float:
         """Return the seconds that may be lost. seconds_ahead: seconds of plain decoding to come."""
         return LOSS_SHARE * (self.spent_seconds + seconds_ahead) - self.lost_seconds
+
+    def find_reading_limit(self, seconds_ahead: float) -> float:
+        """Return the seconds for which drafters may read prompts.
+
+        That is a share of all the time, and what drafts have won.
+        """
+        limit = READ_SHARE * (self.spent_seconds + seconds_ahead) - self.reading_seconds
+        return max(0.0, limit + max(0.0, -self.lost_seconds))
+
+    def read(self, seconds: float, *, is_trial: bool) -> None:
+        """Take the seconds for which drafters have read prompts."""
+        self.spent_seconds += seconds
+        self.reading_seconds += seconds
+        if is_trial:
+            self.trial_allowance -= seconds
 
     def add(self, seconds: float, lost_seconds: float, *, is_trial: bool) -> None:
         """Take a step's seconds, and what its drafts lost."""

@@ -84,6 +84,17 @@ class Calibration:
             start += candidates.tree.num_nodes
         return chances
 
+    def rank(self, drafts: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
+        """Return each row's chances of drafted nodes, best first, then zeros, and the nodes."""
+        trees = [candidates.tree for candidates in drafts]
+        rows = follow_chances(trees, self.estimate(*drafts))
+        max_nodes, chances, orders = max(map(len, rows)), [], []
+        for row in rows:
+            order = sorted(range(1, len(row)), key=row.__getitem__, reverse=True)
+            chances.append([row[node] for node in order] + [0.0] * (max_nodes - len(row)))
+            orders.append(order)
+        return chances, orders
+
     def record(self, drafts: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
         """Take which nodes were accepted, root first, to `learn` from them later."""
         self._new_drafts += zip(drafts, paths, strict=True)

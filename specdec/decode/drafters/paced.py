@@ -16,16 +16,15 @@ import numpy as np
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
-from specdec.decode.drafters.calibration import follow_chances
+from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.kv_cache import KVCache, RowNumbers
 from specdec.engine.step import States
 from specdec.files.acceptance import Acceptance
 
 
-class PacedDrafter(Drafter):
+class PacedDrafter(JoinedDrafter):
     """Lets drafters draft as `Pace` says, by turns or in one tree. Each sees every step.
 
     Drafts that were drawn from what the accept rule is told are left as they are: to keep or to
@@ -45,13 +44,9 @@ class PacedDrafter(Drafter):
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
         every step, and all of it is verified. record, recorded_drafter: as in `Pace`.
         """
-        self.members = members = [drafter for group in groups for drafter in group]
-        self.groups, self.is_fixed, self.names = groups, is_fixed, names
-        self.max_draft_depth = max(member.max_draft_depth for member in members)
-        self.follows_prompts = any(member.follows_prompts for member in members)
-        self.follows_last = any(member.follows_last for member in members)
-        self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
-        is_alone, first_member = len(members) == 1, members[0]
+        super().__init__(groups)
+        self.is_fixed, self.names = is_fixed, names
+        is_alone, first_member = len(self.members) == 1, self.members[0]
         self.is_indivisible = is_alone and first_member.is_indivisible
         self.pace = Pace(
             self.max_draft_tokens, costs, is_whole=self.is_indivisible,
@@ -67,49 +62,14 @@ class PacedDrafter(Drafter):
         groups = [[member.fit_budget() for member in group] for group in self.groups]
         return PacedDrafter(groups, self.pace.costs, names=self.names)
 
-    def take_cache(self, cache: KVCache) -> None:
-        for member in self.members:
-            member.take_cache(cache)
-
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was learned of acceptance, and the account, go on."""
         self._drafts = []
-        for member in self.members:
-            member.allocate(num_rows, num_positions)
+        super().allocate(num_rows, num_positions)
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
         self.pace.start(len(requests))
-        for member in self.members:
-            member.start(requests)
-
-    def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        return sum(member.count_unread(requests) for member in self.members)
-
-    def follow(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], states: States
-    ) -> None:
-        for member in self.members:
-            member.follow(rows, starts, counts, states)
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        for member in self.members:
-            member.copy_prefix(source, row, length)
-
-    def list_numbers(self) -> list[RowNumbers]:
-        """List those of all members."""
-        return [numbers for member in self.members for numbers in member.list_numbers()]
-
-    def settle(self, row: int) -> None:
-        for member in self.members:
-            member.settle(row)
-
-    def resume(self, row: int, length: int) -> None:
-        for member in self.members:
-            member.resume(row, length)
-
-    def keep(self) -> None:
-        for member in self.members:
-            member.keep()
+        super().start(requests)
 
     def rests(self, num_requests: int) -> bool:
         return not self.is_fixed and self.pace.is_resting(num_requests)
@@ -149,15 +109,14 @@ class PacedDrafter(Drafter):
 
     def _plan(self, requests: Sequence[ActiveRequest]) -> bool:
         """Return whether the pace lets the step draft."""
-        num_rows, num_prompt_tokens = len(requests), self.num_prompt_tokens
-        if not self.is_fixed and self.pace.rest_step(num_rows, num_prompt_tokens):
+        if not self.is_fixed and self.pace.rest_step(len(requests)):
             return False
         remaining = [request.remaining for request in requests]
         num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
         unread_counts: list[int] = []  # with none, what is unread ends no draft
         if not self.is_fixed:
             unread_counts = [sum(m.count_unread(requests) for m in g) for g in self.groups]
-        return self.pace.plan(remaining, num_prompt_tokens, unread_counts, num_positions)
+        return self.pace.plan(remaining, self.num_prompt_tokens, unread_counts, num_positions)
 
     def _instruct(self) -> None:
         """Tell the drafters how much they may read and draft in the step."""
@@ -191,13 +150,11 @@ class PacedDrafter(Drafter):
         if len(self.groups) == 1:
             return []
         pace, num_rows = self.pace, len(rows)
-        chances = self._rank(drafts)[0]
+        chances = pace.calibration.rank(drafts)[0]
         if group == 0:
             pace.note_first(chances)
         values = pace.value(np.array(chances)).tolist()
         pace.drafters[group].record(values)
-        if group == len(self.groups) - 1:
-            return []
         valued_rows = zip(rows, values, strict=True)
         return [row for row, value in valued_rows if not pace.is_best(group, value, num_rows)]
 
@@ -219,8 +176,7 @@ class PacedDrafter(Drafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts only."""
-        for member in self.members:
-            member.observe(requests, states, paths)
+        super().observe(requests, states, paths)
         if not self._drafts:
             return
         drafts, self._drafts = self._drafts, []
@@ -229,23 +185,12 @@ class PacedDrafter(Drafter):
         if size > 1:
             self.pace.calibration.record(drafts, paths)
 
-    def _rank(self, drafts: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
-        """Return each row's chances of drafted nodes, best first, then zeros, and the nodes."""
-        trees = [candidates.tree for candidates in drafts]
-        rows = follow_chances(trees, self.pace.calibration.estimate(*drafts))
-        max_nodes, chances, orders = max(map(len, rows)), [], []
-        for row in rows:
-            order = sorted(range(1, len(row)), key=row.__getitem__, reverse=True)
-            chances.append([row[node] for node in order] + [0.0] * (max_nodes - len(row)))
-            orders.append(order)
-        return chances, orders
-
     def _cut_drafts(self) -> None:
         """Keep as many nodes of each tree as are worth their time, the likeliest.
 
         A parent's chance is never the smaller.
         """
-        chances, orders = self._rank(self._drafts)
+        chances, orders = self.pace.calibration.rank(self._drafts)
         # A prompt that is not read yet may promise something still.
         if self.num_prefilled > FEW_UNREAD_TOKENS:
             chances = [row for row in chances if any(row)]

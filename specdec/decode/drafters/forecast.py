@@ -1,0 +1,56 @@
+"""Forecasts of steps: the tokens per second that drafts promise, by what they and steps cost.
+
+Legend: sizes are numbers of drafted nodes that a step verifies of each row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from specdec.decode.drafters.calibration import Promise
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Steps for which some drafters of a chain draft.
+
+    promise: of their drafts. left_out: the other drafters. gains: tokens that drafts bring, by
+    size. expected_seconds: of a step that may verify each size, if drafts are as usual.
+    draft_seconds: of its draft. best_size: of the most tokens per second. rate: these, or those of
+    plain steps where they are more. gain: the best size's tokens per second by those of plain
+    steps.
+    """
+
+    promise: Promise
+    left_out: frozenset[int] = frozenset()
+    gains: Sequence[float] = ()
+    expected_seconds: Sequence[float] = ()
+    draft_seconds: Sequence[float] = ()
+    best_size: int = 0
+    rate: float = 0.0
+    gain: float = 1.0
+
+
+def forecast_steps(
+    promise: Promise, left_out: frozenset[int], num_rows: int, plain_seconds: float,
+    expected_seconds: Sequence[float], draft_seconds: Sequence[float],
+) -> Forecast:  # fmt: skip
+    """Return the forecast of steps of so many rows.
+
+    plain_seconds: of a step without drafts. expected_seconds, draft_seconds: by size, from one on,
+    or of the largest size alone where drafts are verified whole.
+    """
+    gains = promise.gains.tolist()
+    num_smaller = len(gains) - len(expected_seconds)
+    gains = gains[num_smaller:]
+    rates = [
+        num_rows * (1 + gain) / (draft + step)
+        for gain, draft, step in zip(gains, draft_seconds, expected_seconds, strict=True)
+    ]
+    best_rate, plain_rate = max(rates), num_rows / plain_seconds
+    best_size = num_smaller + 1 + rates.index(best_rate)
+    return Forecast(
+        promise, left_out, gains, expected_seconds, draft_seconds, best_size,
+        rate=max(best_rate, plain_rate), gain=best_rate / plain_rate,
+    )  # fmt: skip
