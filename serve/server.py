@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -48,14 +48,14 @@ def serve(settings: ServeSettings) -> None:
     # Errors of options are raised before the engine is loaded.
     key = read_key(settings.api_key_file)
     check_address(settings, key)
-    read_origins(
+    origins = read_origins(
         settings.cors_origin, has_key=key is not None, is_anonymous=settings.allow_anonymous
     )
     read_drafting(settings, None)
     with keep_signals(), open_socket(settings) as listener, contextlib.ExitStack() as stack:
         settings = hold_engines(stack, settings)
         engine = stack.enter_context(load(settings))
-        EngineServer(settings, engine, key).run_until_signal(listener)
+        EngineServer(settings, engine, key, origins).run_until_signal(listener)
         end_ranks(is_done=True)
 
 
@@ -150,7 +150,10 @@ def open_sessions(settings: ServeSettings) -> SessionFolder | None:
 class EngineServer:
     """Server of one engine."""
 
-    def __init__(self, settings: ServeSettings, engine: Engine, key: str | None) -> None:
+    def __init__(
+        self, settings: ServeSettings, engine: Engine, key: str | None, origins: Sequence[str]
+    ) -> None:
+        """Make the server; origins: of the pages that may call it, checked."""
         self._settings = settings
         model = settings.served_model_name or settings.engine_dir.resolve().name
         metrics = self._metrics = Metrics(settings.metrics_prefix, model, engine)
@@ -170,9 +173,6 @@ class EngineServer:
         names = None
         if key is None and is_loopback(settings.host):
             names = frozenset({"localhost", "127.0.0.1", "[::1]", settings.host})
-        origins = read_origins(
-            settings.cors_origin, has_key=key is not None, is_anonymous=settings.allow_anonymous
-        )
         self.app = AccessControl(endpoints.make_app(), key, names, Cors(origins))
         self._model = model
         config = uvicorn.Config(

@@ -128,6 +128,8 @@ class Sessions:
         self.num_restored_tokens = self.num_written_tokens = 0
         self._identity = json.dumps(identity, sort_keys=True).encode()
         self._rows: dict[int, _Row] = {}
+        # Of the prompt that was counted last: it is counted at each step until it begins.
+        self._prompt_keys: tuple[Sequence[int], TextKeys] | None = None
         self._kinds: list[RowNumbers] = []
         self._waiting_keys: set[str] = set()
         self._num_waiting_bytes = 0
@@ -140,7 +142,7 @@ class Sessions:
         """Serve a new batch, whose caches are allocated."""
         self._decoder, self._cache, self._drafter = decoder, cache, drafter
         self._kinds = [cache.describe_rows("target"), *drafter.list_numbers()]
-        self._rows = {}
+        self._rows, self._prompt_keys = {}, None
         kinds = [
             (kind.name, str(kind.values.dtype), *kind.view(0, 0, 1).shape) for kind in self._kinds
         ]
@@ -153,9 +155,18 @@ class Sessions:
         start = rotary.find_start(len(prompt)) if rotary is not None else 0
         return TextKeys(_hash(self._seed, b"long" if start else b""))
 
+    def _take_keys(self, prompt: Sequence[int]) -> TextKeys:
+        """Return the keys of a prompt: those by which it was counted, or new ones."""
+        counted, self._prompt_keys = self._prompt_keys, None
+        if counted is not None and counted[0] is prompt:
+            return counted[1]
+        return self._make_keys(prompt)
+
     def count_kept(self, prompt: Sequence[int]) -> int:
         """Count a prompt's first tokens that the disk has, without the prompt's last."""
-        stop = self._find_stop(self._make_keys(prompt), prompt[:-1])
+        keys = self._take_keys(prompt)
+        self._prompt_keys = prompt, keys
+        stop = self._find_stop(keys, prompt[:-1])
         return stop.length if stop is not None else 0
 
     def _find_stop(self, keys: TextKeys, text: Sequence[int]) -> _Stop | None:
@@ -190,7 +201,7 @@ class Sessions:
         More are put into the row where the disk has more.
         """
         prompt, index = request.request.input_ids, request.row
-        row = _Row(request, self._make_keys(prompt), time.time(), [0] * len(self._kinds))
+        row = _Row(request, self._take_keys(prompt), time.time(), [0] * len(self._kinds))
         self._rows[index] = row
         text = prompt[:-1]
         num_blocks = row.keys.extend(text)

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecDecError
+from specdec.files.ngram_limits import MAX_ORDER
 from specdec.files.reading import Array
+from specdec.files.staging import place_file
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
 
 FORMAT, VERSION = "specdec ngrams", "1"
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that no digit of a key is lost
 KEY_MASK = (1 << 64) - 1
 SHARE_STEPS = 255  # of a share, which takes one byte
-MAX_ORDER = 8
 STRIDE = 16  # of the ids by which vocabularies are compared
 MAX_REMEMBERED = 1 << 15  # contexts whose continuations are kept as lists
 TYPES = {"keys": "int64", "counts": "uint8", "tokens": "int32", "shares": "uint8"}
@@ -83,8 +84,11 @@ class NgramTable:
         shares = (self.shares[span] / SHARE_STEPS).tolist()
         return list(zip(self.tokens[span].tolist(), shares, strict=True))
 
-    def write(self, path: Path) -> None:
-        """Write the file aside, and put it in its place; SpecDecError where that fails."""
+    def write(self, path: Path, *, force: bool = True) -> None:
+        """Write the file aside, and put it in its place; SpecDecError where that fails.
+
+        Without `force`, also where there is a file of that name by then.
+        """
         arrays: dict[str, Array] = {name: getattr(self, name) for name in TYPES}
         infos = {name: TensorInfo(TYPES[name], array.shape) for name, array in arrays.items()}
         metadata = {
@@ -92,10 +96,11 @@ class NgramTable:
             "num_tokens": str(self.num_tokens), "vocabulary_sha256": self.sha256,
         }  # fmt: skip
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
                 aside = Path(folder) / path.name
                 write_tensor_file(aside, infos, arrays.__getitem__, metadata)
-                aside.replace(path)
+                place_file(aside, path, force=force)
         except OSError as error:
             raise SpecDecError(
                 f"{path} cannot be written: {error.strerror}",

@@ -327,7 +327,8 @@ def test_joined_drafters_are_all_told_of_everything() -> None:
     assert (drafter.max_draft_tokens, drafter.max_draft_depth) == (3, 3)
     assert (drafter.follows_prompts, drafter.follows_last) == (True, False)
     calls: dict[str, tuple[Any, ...]] = {
-        "take_cache": (object(),), "allocate": (2, 64), "start": ([],), "follow": ([0], [1], [2], STATES),
+        "take_cache": (object(),), "allocate": (2, 64), "start": ([],),
+        "follow": ([0], [1], [2], STATES),
         "observe": ([], STATES, [[0]]), "copy_prefix": (0, 1, 9), "settle": (1,), "resume": (1, 9),
         "keep": (),
     }  # fmt: skip

@@ -17,10 +17,13 @@ from specdec.decode.drafters import defaults
 from specdec.decode.drafters.ngram import LEAST_CHANCE, NgramDrafter
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.errors import SpecDecError
+from specdec.files.ngram_limits import MAX_ORDER
 from specdec.files.ngrams import SHARE_STEPS, NgramTable, hash_tokens, read_ngrams
 from specdec.methods.ngram import NgramOptions
+from specdec.options import get_flags
 from specdec.train.ngrams.counts import LEAST_SHARE, count_ngrams, join_texts, make_table
 from specdec.train.ngrams.pipeline import read_texts
+from specdec.train.ngrams.settings import NgramTableSettings
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, make_counter, run_cli_here
 from tests.methods import count_table as count_table_of
@@ -312,9 +315,25 @@ def test_a_table_is_not_replaced_unasked(tokenizer: Path, tmp_path: Path) -> Non
     words = ("train", "ngrams", "--data", path, "--tokenizer-dir", tokenizer)
     run = run_cli_here(*words, "--output", output)
     assert (run.returncode, output.read_bytes()) == (1, b"kept")
-    assert "--force to replace it" in run.stderr
+    assert f"{output} exists" in run.stderr
+    assert "replace it with --force" in run.stderr
     assert run_cli_here(*words, "--output", output, "--force").returncode == 0
     assert len(read_ngrams(output).keys) > 0
-    run = run_cli_here(*words, "--output", tmp_path / "nowhere" / "table.safetensors")
+    elsewhere = tmp_path / "new" / "table.safetensors"
+    assert run_cli_here(*words, "--output", elsewhere).returncode == 0
+    assert elsewhere.read_bytes() == output.read_bytes()
+    run = run_cli_here(*words, "--output", output / "table.safetensors")
     assert run.returncode == 1
-    assert "there is no folder" in run.stderr
+    assert f"{output} is a file" in run.stderr
+
+
+def test_limits_of_a_table_are_those_of_the_option(tmp_path: Path) -> None:
+    """A file takes what the options let through, and not a token more."""
+    flags = get_flags(NgramTableSettings)
+    most = [flags[name][0].maximum for name in ("max_order", "max_continuations")]
+    assert most == [MAX_ORDER, np.iinfo(np.uint8).max] == [MAX_ORDER, SHARE_STEPS]
+    table = count_table(make_corpus(0), MAX_ORDER)
+    table.write(path := tmp_path / "table.safetensors")
+    assert read_ngrams(path).max_order == MAX_ORDER
+    with pytest.raises(SpecDecError, match="made since"):
+        table.write(path, force=False)

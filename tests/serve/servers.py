@@ -67,7 +67,7 @@ def serve_here(engine_dir: Path, **settings: Any) -> Iterator[tuple[EngineServer
     options = {"port": 0, "served_model_name": MODEL, "device": "cpu", "prompt_chunk": 16}
     made = ServeSettings(engine_dir=engine_dir, **(options | settings))
     with open_socket(made) as listener, load(made) as engine:
-        server = EngineServer(made, engine, read_key(made.api_key_file))
+        server = EngineServer(made, engine, read_key(made.api_key_file), made.cors_origin)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=_run_quietly, args=(server, listener))
         thread.start()

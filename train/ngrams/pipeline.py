@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.errors import SpecDecError
 from specdec.files.ngrams import hash_tokens
+from specdec.files.staging import check_output_file
 from specdec.text.chat import Conversation, get_speaker, join_parts
 from specdec.text.documents import (
     PromptedText,
@@ -37,15 +38,7 @@ def make_ngram_table(settings: NgramTableSettings) -> dict[str, Any]:
     paths = [Path(name) for name in settings.data]
     for path in paths:
         check_data_file(path, "--data")
-    if not settings.output.parent.is_dir():
-        raise SpecDecError(
-            f"--output {settings.output}: there is no folder {settings.output.parent}",
-            "make the folder, or give another path",
-        )
-    if settings.output.exists() and not settings.force:
-        raise SpecDecError(
-            f"--output {settings.output} exists", "give another path, or --force to replace it"
-        )
+    check_output_file(settings.output, force=settings.force)
     tokenizer = load_tokenizer(settings.tokenizer_dir)
     corpus = join_texts(_encode(read_texts(paths), tokenizer))
     num_texts = int((corpus < 0).sum())
@@ -60,7 +53,7 @@ def make_ngram_table(settings: NgramTableSettings) -> dict[str, Any]:
         num_continuations=settings.max_continuations, least_news=settings.min_difference,
     )  # fmt: skip
     table = make_table(orders, num_tokens=num_tokens, sha256=hash_tokens(tokenizer, num_tokens))
-    table.write(settings.output)
+    table.write(settings.output, force=settings.force)
     return {
         "output": str(settings.output), "texts": num_texts, "tokens": len(corpus) - num_texts,
         "contexts": [len(order.keys) for order in orders],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from specdec.files.ngram_limits import MAX_CONTINUATIONS, MAX_ORDER
 from specdec.options import option_group, setting
 
-MAX_ORDER = 8  # of a table's contexts
 COUNTS = option_group("Counts")
 
 
@@ -35,12 +35,9 @@ class NgramTableSettings:
         help="Leave out contexts of two tokens or more that occur fewer times.",
     )  # fmt: skip
     max_continuations: int = COUNTS(
-        6,
-        minimum=1,
-        maximum=255,
-        metavar="N",
+        6, minimum=1, maximum=MAX_CONTINUATIONS, metavar="N",
         help="Next tokens that are kept for a context, at most.",
-    )
+    )  # fmt: skip
     min_difference: float = COUNTS(
         0.15, minimum=0, maximum=1, metavar="P",
         help="Leave out contexts whose next tokens are as likely as behind their last tokens alone,"
