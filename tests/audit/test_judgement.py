@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.audit import acceptance, reference, texts
+from specdec.audit import acceptance, cli, reference, texts
 from specdec.audit.answers import Completion, Counts, Token
 from specdec.audit.checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Round
 from specdec.audit.reference import EngineReference, open_reference
@@ -321,3 +321,32 @@ def test_it_drafts_as_the_server_does(
     found = None
     with pytest.raises(SpecDecError, match="e holds no drafter, which --same-drafter says"):
         opened.start_drafting(length)
+
+
+# ---- The report.
+
+
+def test_a_report_in_words_and_its_error() -> None:
+    """The first of many faults are printed; the gravest checks are the error."""
+    faults = [f"text {number} differs" for number in range(8)]
+    checks = [
+        {"name": "greedy", "verdict": "failed", "summary": "8 texts", "faults": faults},
+        {"name": "seeds", "verdict": "suspect", "summary": "1 seed", "faults": ["seed 3"]},
+    ]  # fmt: skip
+    server = {"base_url": "http://a/v1", "model": "m", "endpoint": "chat", "version": "0.9"}
+    report: dict[str, Any] = {
+        "server": server, "reference": None, "verdict": "failed", "requests": 9, "checks": checks,
+    }  # fmt: skip
+    lines = cli.format_report(report).splitlines()
+    assert lines[:3] == [
+        "http://a/v1: failed", "  m (0.9), chat, 9 answers; reference: none",
+        "  greedy: failed; 8 texts",
+    ]  # fmt: skip
+    assert lines[8:] == [
+        "    text 5 differs", "    and 2 more", "  seeds: suspect; 1 seed", "    seed 3",
+    ]  # fmt: skip
+    error = cli.find_error(report)
+    assert error is not None
+    assert error.message == "http://a/v1 is failed in greedy: text 0 differs"
+    assert error.hint == cli.HINTS["greedy"]
+    assert cli.find_error(report | {"verdict": "ok"}) is None

@@ -13,14 +13,24 @@ import pytest
 from safetensors.numpy import save_file
 
 from specdec.convert import wrappers
-from specdec.convert.families import gemma, gpt2, llama, opt, phi, qwen, qwen_hybrid
+from specdec.convert.families import (
+    gemma,
+    gemma4,
+    gpt2,
+    lfm2,
+    llama,
+    opt,
+    phi,
+    qwen,
+    qwen_hybrid,
+)
 from specdec.convert.families.base import Family, Layout
 from specdec.convert.families.torch_only import SEED_OSS, SMOLLM3, STABLELM
 from specdec.convert.hf import HfFolder
 from specdec.convert.plan import SourceRows, plan_tensors
 from specdec.errors import Problems, SpecDecError
 from specdec.files.reading import Array
-from specdec.model.config import FULL, LINEAR, SLIDING, ModelConfig
+from specdec.model.config import CONV, FULL, LINEAR, SLIDING, ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import TensorSpec, list_target_tensors
 from specdec.model.wrappers import NAMES, WRAPPERS
@@ -209,6 +219,44 @@ def test_soft_caps(
     model = read(family, **config)
     assert model.attn_logit_softcapping == score_cap
     assert model.final_logit_softcapping == logit_cap
+
+
+def test_gemma_4_s_layers_differ() -> None:
+    """As E2B: the last layer sees all, and the last ones read the keys of earlier ones."""
+    types = [SLIDING, FULL, SLIDING, SLIDING]
+    config = {"layer_types": types, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+              "hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": 9}  # fmt: skip
+    model = read(gemma4.GEMMA4, **config)
+    assert model.layer_types == (SLIDING, FULL, SLIDING, FULL)
+    assert model.layer_sizes is not None
+    sizes = dataclasses.astuple(model.layer_sizes)
+    assert sizes == (512, 1, 2, 12, 5, 9)
+    assert [model.get_source(layer) for layer in range(4)] == [None, None, 0, 1]
+    assert (model.sliding_window, model.rotary_base, model.rope_local_base_freq) == (512, 1e6, 1e4)
+    assert describe(gemma4.GEMMA4, model)["layer_sizes"]["reusing_inner"] == 12
+    for wrong, fact in (
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ):
+        with pytest.raises(SpecDecError, match=fact):
+            read(gemma4.GEMMA4, **config, **wrong)
+
+
+def test_gemma_4_s_keys_are_values_and_unread_tensors_are_left_out(tmp_path: Path) -> None:
+    prefix = "model.layers.{}.self_attn.{}.weight"
+    layers, modules = range(3), ("q_proj", "k_proj", "v_proj", "k_norm", "v_norm")
+    tensors = {prefix.format(n, module): draw(2, 2) for n in layers for module in modules}
+    tensors["model.layers.0.layer_scalar"] = draw(1)
+    config = {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "attention_k_eq_v": True,
+              "layer_types": [SLIDING, FULL, SLIDING]}  # fmt: skip
+    folder = gemma4.prepare(write_folder(tmp_path / "m", config, tensors), "float32")
+    unread = {prefix.format(2, module) for module in gemma4.UNREAD}
+    assert folder.tensors.keys() == {
+        *tensors, "model.layers.0.layer_scalar.weight"
+    } - unread - {"model.layers.0.layer_scalar"}  # fmt: skip
+    keys, values = (folder.read(prefix.format(1, module)) for module in ("k_proj", "v_proj"))
+    assert np.array_equal(keys, values)
 
 
 def test_gemma_s_norms_are_stored_less_one(tmp_path: Path) -> None:
@@ -677,3 +725,43 @@ def test_logits_that_a_wrapper_leaves_alone(
     folder = write_folder(tmp_path / "m", WRAPPER | {"text_config": text}, {"a": draw(2)})
     folder = wrappers.unwrap(folder)
     assert bool(warnings) is is_warned
+
+
+# LFM2.
+
+
+@pytest.mark.parametrize(
+    ("config", "inner"),
+    [
+        ({"block_ff_dim": 6656}, 4608),  # LFM2-350M
+        ({"block_ff_dim": 10240}, 6912),  # LFM2-700M
+        ({"block_ff_dim": 12288, "intermediate_size": 1}, 8192),  # LFM2-1.2B; the older name counts
+        ({"block_ff_dim": 12288, "block_ffn_dim_multiplier": None}, 8192),
+        ({"block_ff_dim": 300, "block_multiple_of": 7, "block_ffn_dim_multiplier": 0.5}, 105),
+        ({"intermediate_size": 11, "block_auto_adjust_ff_dim": False}, 11),
+    ],
+)  # fmt: skip
+def test_lfm2_s_mlps(config: dict[str, Any], inner: int) -> None:
+    model = read(lfm2.LFM2, **{"intermediate_size": "ABSENT"} | config)
+    assert model.intermediate_size == inner
+
+
+def test_lfm2_s_layers(tmp_path: Path) -> None:
+    """Attention by number or by name; a convolution becomes a vector of all its taps."""
+    by_number = read(lfm2.LFM2, full_attn_idxs=[1, 3])
+    by_name = read(lfm2.LFM2, layer_types=[CONV, FULL, CONV, FULL])
+    assert by_number.layer_types == by_name.layer_types == (CONV, FULL, CONV, FULL)
+    assert by_name.short_conv is not None
+    assert (by_name.short_conv.num_channels, by_name.short_conv.num_taps) == (8, 3)
+    plain = read(lfm2.LFM2)
+    assert (plain.layer_types, plain.short_conv) == (None, None)
+    with pytest.raises(SpecDecError, match="for 4 layers"):
+        read(lfm2.LFM2, layer_types=[CONV] * 3)
+    mixture = read(lfm2.LFM2_MOE, num_experts=4, num_dense_layers=9)
+    assert mixture.experts is not None
+    assert (mixture.experts.scores, mixture.experts.num_dense_layers) == ("sigmoid", 4)
+    name, taps = "model.layers.0.conv.conv.weight", draw(8, 1, 3)
+    folder = write_folder(tmp_path / "m", {"tie_embedding": False}, {name: taps})
+    prepared = lfm2.prepare(folder, "float32")
+    assert np.array_equal(prepared.read(name), taps.reshape(-1))
+    assert prepared.config["tie_word_embeddings"] is False

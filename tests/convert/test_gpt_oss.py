@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.convert import mxfp4
 from specdec.convert.families.gpt_oss import GPT_OSS, prepare
 from specdec.convert.hf import HfFolder
 from specdec.model.config import FULL, SLIDING
@@ -134,3 +135,19 @@ def test_absent_fields_are_transformers_defaults(plain: Path, tmp_path: Path) ->
     arithmetic = model.arithmetic
     assert arithmetic.gate_limit == default.swiglu_limit
     assert arithmetic.gate_slope == default.swiglu_alpha
+
+
+def test_numbers_of_four_bits_by_hand() -> None:
+    """The low bits are the first of a pair; e2m1 is told apart by the power of its group."""
+    numbers = np.zeros((1, 2, 16), np.uint8)
+    numbers[0, 0, :3], numbers[0, 1, 15] = (0x21, 0x7F, 0x08), 0xC3
+    powers = np.array([[127, 129]], np.uint8)
+    bits = mxfp4.widen(numbers, powers)
+    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()[0]
+    assert weights[:6].tolist() == [0.5, 1.0, -6.0, 6.0, 0.0, 0.0]
+    assert weights[-2:].tolist() == [1.5 * 4, -2.0 * 4]
+    blocks = mxfp4.make_blocks(numbers, powers).reshape(2, mxfp4.BLOCK_BYTES)
+    assert blocks[:, 0].tolist() == [127, 129], "the power comes first"
+    # Then the first 16 numbers in the low bits, and the one 16 further in the high ones.
+    assert blocks[0, 1:7].tolist() == [1, 2, 15, 7, 8, 0]
+    assert blocks[1, 15:].tolist() == [3 << 4, 12 << 4]

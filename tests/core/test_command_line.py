@@ -18,6 +18,8 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from specdec import __version__
+from specdec.build import cli as build_cli
+from specdec.command import entry
 from specdec.command.help import (
     EXAMPLES,
     GENERAL,
@@ -36,6 +38,13 @@ from specdec.command.stages import (
     print_error,
     stage_command,
 )
+from specdec.convert import cli as convert_cli
+from specdec.doctor import cli as doctor_cli
+from specdec.errors import UsageError
+from specdec.export import cli as export_cli
+from specdec.generate import cli as generate_cli
+from specdec.match import cli as match_cli
+from specdec.measure import cli as measure_cli
 from specdec.methods import METHODS
 from specdec.options import get_flags
 from tests.conftest import ROOT, read_error_lines, run_cli
@@ -472,3 +481,39 @@ def test_ctrl_c_waits_until_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -
     finally:
         signal.signal(signal.SIGINT, before)
         signal.signal(signal.SIGALRM, alarm)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "fact"),
+    [
+        (build_cli.command, [], "--checkpoint-dir"),
+        (convert_cli.command, [], "--output-dir"),
+        (doctor_cli.command, ["--clear-cache", "--engine-dir", "e"], "--clear-cache does nothing"),
+        (export_cli.command, [], "--to, --output-dir"),
+        (generate_cli.command, ["--clear-cache", "--model-dir", "m"], "--clear-cache does nothing"),
+        (generate_cli.command, ["--model-dir", "m"], "no prompt was given"),
+        (match_cli.command, [], "--model-dir"),
+        (measure_cli.command, [], "--engine-dir"),
+        (measure_cli.diagnose, [], "--engine-dir"),
+    ],
+)  # fmt: skip
+def test_what_a_command_lacks_is_told_by_itself(
+    command: click.Command, words: list[str], fact: str
+) -> None:
+    with pytest.raises(UsageError, match=fact):
+        command.main(words, standalone_mode=False)
+
+
+def test_a_plan_of_a_build_in_words() -> None:
+    report = {"backend": "torch", "commands": [{"shell": "trtllm-build --x"}], "notes": ["a"]}
+    assert build_cli.format_plan(report) == "backend: torch\ncommand: trtllm-build --x"
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(entry, "main", lambda: calls.append("main"))
+    monkeypatch.delitem(sys.modules, "specdec.__main__", raising=False)
+    import specdec.__main__
+
+    assert calls == ["main"]
+    assert specdec.__main__.__doc__ == "`python -m specdec`."

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import rms_norm
 from specdec.engine.linear import Linear, can_prepack
+from specdec.engine.module_maker import ModuleMaker
+from specdec.errors import SpecDecError
+from specdec.model.layer_sizes import LayerSizes
+from tests.engine.models import make_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,3 +57,40 @@ def test_the_norm_of_cuda_devices(dtype: torch.dtype) -> None:
     assert fused.dtype is dtype
     tolerance = 1e-6 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(fused, rms_norm(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
+
+
+def test_modules_are_made_of_weights_by_name() -> None:
+    """A bias of what is summed over ranks is the first rank's alone."""
+    name, weights = "transformer.layers.0.attention.dense", dict[str, torch.Tensor]()
+    weights[f"{name}.weight"], weights[f"{name}.bias"] = torch.eye(4), torch.arange(4.0)
+    weights["transformer.ln_f.weight"] = torch.full((4,), 2.0)
+    maker = ModuleMaker(
+        model=make_model(hidden_size=4), weights=weights, rank=1, tables=(None, None),
+        prepack=False, kernels=None,
+    )  # fmt: skip
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    assert maker.make_linear(name)(x).tolist() == [[1.0, 3.0, 5.0, 7.0]]
+    assert maker.make_linear(name, is_summed=True)(x).tolist() == x.tolist()
+    norm = maker.make_norm("transformer.ln_f")
+    torch.testing.assert_close(norm(x), 2 * x / (x.square().mean() + 1e-5).sqrt())
+    assert maker.make_layer_inputs() is None
+    attention = maker.make_attention(0, "transformer.layers.0.attention.")
+    assert (attention.window, attention.scale, attention.heads) == (None, 64**-0.5, None)
+
+
+def test_sizes_of_layers_that_fit_and_that_do_not() -> None:
+    types = ("sliding_attention", "full_attention", "sliding_attention", "full_attention")
+    sizes = LayerSizes(full_head_size=8, full_num_kv_heads=2, num_reusing=2, reusing_inner=12)
+    assert not sizes.find_problems(types, num_heads=4, tp_size=2)
+    for wrong, others, fact in (
+        ({"full_head_size": 0}, {}, "layer_sizes.full_head_size"),
+        ({"reusing_inner": 0}, {}, "layer_sizes.reusing_inner"),
+        ({"num_reusing": 3}, {}, "the last 3 layers read keys of earlier ones"),
+        ({"full_num_kv_heads": 3}, {}, "num_attention_heads=4 is no multiple"),
+        ({}, {"tp_size": 5}, "do not split over tp_size=5"),
+    ):
+        problems = dataclasses.replace(sizes, **wrong).find_problems(
+            types, **{"num_heads": 4, "tp_size": 1} | others
+        )
+        with pytest.raises(SpecDecError, match=fact):
+            problems.raise_all()

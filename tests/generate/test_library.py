@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from specdec import Engine, PromptError, SpecDecError, UsageError
+from specdec.decode.models import LoadedFolders, is_model, make_engines
+from specdec.generate.library import hold_models, list_model_options
 from specdec.text.encoding import TEMPLATES
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import run_cli_here
@@ -152,3 +155,30 @@ def test_refusals_of_a_chat(engine: Engine, models: Path) -> None:
         assert TEMPLATES["chatml"] == plain.tokenizer.chat_template
         output = plain.chat([{"role": "user", "content": "x"}], tools=[ADD], max_output_len=2)
         assert "You can call functions." in output.prompt
+
+
+def test_names_of_models(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert is_model(models / "target")
+    assert is_model("owner/name")
+    for name in (None, "", "name", tmp_path / "empty", f"{tmp_path}/missing", "a/b/c"):
+        assert not is_model(name)
+
+
+def test_options_of_a_model_are_told_from_those_of_decoding(tmp_path: Path, cache: Path) -> None:
+    entries = list_entries(cache) if cache.exists() else []
+    names = list_model_options()
+    assert {"dtype", "quantization", "no_cache", "force"} <= {*names}
+    assert not {"model_dir", "max_batch_size", "max_output_len"} & {*names}
+    call: dict[str, Any] = {"drafter": None, "draft": None, "limits": {}, "device": "cpu"}
+    with contextlib.ExitStack() as stack:
+        folders = make_engines(stack, tmp_path, **call, options={"suffix_max_tokens": 4})
+        assert folders == LoadedFolders(
+            engine=tmp_path, draft=None, tokenizer=None, options={"suffix_max_tokens": 4}
+        )
+        for changes in ({"options": {"dtype": "float16"}}, {"options": {}, "drafter": "d"}):
+            with pytest.raises(UsageError, match="says how a model is made an engine"):
+                make_engines(stack, tmp_path, **call | changes)
+        with pytest.raises(UsageError, match="dtype"):
+            hold_models(stack, {"model_dir": "owner/name"}, {"dtype": 3})
+    assert (list_entries(cache) if cache.exists() else []) == entries, "nothing is made"

@@ -14,7 +14,7 @@ from specdec.checkpoint.config import CheckpointConfig
 from specdec.errors import SpecDecError
 from specdec.model.quantization import Quantization
 from specdec.text.prompts import Prompt
-from specdec.verify import readings, reference
+from specdec.verify import cli, readings, reference
 from specdec.verify.greedy import Text
 from specdec.verify.reference import Reference
 from specdec.verify.report import CAUSES, describe_divergence
@@ -202,3 +202,27 @@ def test_each_cause_of_a_divergence_has_its_words() -> None:
     assert len(words) == 3
     first = describe_divergence(divergence | {"cause": "logits", "run": "batch", "is_first": True})
     assert first.startswith("prompt 2, position 4: the engine wrote")
+
+
+def test_a_checkpoint_s_report_in_words() -> None:
+    contents = {"architecture": "LlamaForCausalLM", "method": "none", "dtype": "float32",
+                "tp_size": 2, "pp_size": 1, "num_tensors": 21}  # fmt: skip
+    report: dict[str, Any] = {
+        "checkpoint_dir": "c", "verdict": "intact", "contents": contents, "files": 3,
+        "manifest": {"bytes": 1234567, "tool": "specdec", "tool_version": "1", "unhashed": ["x"]},
+        "sources": {"unchanged": [], "changed": ["config.json"]}, "problems": [],
+    }  # fmt: skip
+    assert cli.format_report(report).splitlines() == [
+        "PASS: c: intact",
+        "  LlamaForCausalLM (none), float32, tp_size 2, pp_size 1, 21 tensors",
+        "  3 files, 1.2 MB, written by specdec 1",
+        "  without a sha256 to compare: x",
+        "  sources: 0 unchanged, 1 changed",
+        "  changed since: config.json",
+    ]
+    bare = report | {"manifest": None, "contents": None, "problems": ["a is short"]}
+    assert cli.format_report(bare).splitlines() == [
+        "FAIL: c: intact",
+        "  no manifest.json: names, shapes and types were checked, the weights could not be",
+        "  problem: a is short",
+    ]
