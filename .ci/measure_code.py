@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = "convert build run serve generate train verify doctor audit export match".split()
+STAGES = "convert build run serve generate train verify doctor audit export match recipe".split()
 PRODUCT = ("specdec", *STAGES, "measure")
 
 # Words that need a noun: alone they do not say what a name holds.

@@ -16,9 +16,9 @@ BEGINNING, END = "<!-- modules -->\n", "<!-- /modules -->\n"
 # From the top of the drawing to its bottom.
 FOLDERS = (
     "generate", "convert", "build", "run", "serve", "train", "export", "verify", "audit", "measure",
-    "doctor", "match", "specdec/command", "specdec/trtllm", "specdec/trt", "specdec/decode",
-    "specdec/text", "specdec/engine", "specdec/checkpoint", "specdec/methods", "specdec/gguf",
-    "specdec/model", "specdec/files", "specdec/system",
+    "doctor", "match", "recipe", "specdec/command", "specdec/trtllm", "specdec/trt",
+    "specdec/decode", "specdec/text", "specdec/engine", "specdec/checkpoint", "specdec/methods",
+    "specdec/gguf", "specdec/model", "specdec/files", "specdec/system",
 )  # fmt: skip
 
 

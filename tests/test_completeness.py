@@ -16,6 +16,7 @@ from specdec.convert.quantize.sections import METHODS as METHODS_READ
 from specdec.convert.quantize.sections import SOURCE_FORMATS
 from specdec.methods import METHODS, Method
 from specdec.options import get_flags
+from specdec.recipe.keys import read_jobs
 from tests.conftest import ROOT
 from tests.mutants import BREAKS
 
@@ -127,6 +128,8 @@ def find_settings_class(section: str) -> type:
 def test_every_recipe_resolves(recipe: Path) -> None:
     sections: dict[str, dict[str, Any]] = yaml.safe_load(recipe.read_text())
     assert {"convert", "build", "run"} <= set(sections) <= set(SECTIONS)
+    if "jobs" in sections:
+        assert read_jobs(sections.pop("jobs"), recipe).named_stages
     for section, values in sections.items():
         settings: Any = resolve_settings(find_settings_class(section), section, {}, recipe)
         for key in values:
@@ -150,10 +153,9 @@ def test_there_are_recipes_and_stages() -> None:
         "diagnose",
         "doctor",
         "match",
-        "audit",
-        "export",
+        "recipe",
     }  # none of a recipe
-    assert set(SECTIONS) == stages | set(SUBCOMMANDS)
+    assert set(SECTIONS) == stages | set(SUBCOMMANDS) | {"jobs"}
 
 
 def test_every_break_finds_its_place() -> None:

@@ -24,7 +24,7 @@ else:
 
 SOURCES = (
     "specdec", "convert", "build", "run", "serve", "generate", "train", "verify", "doctor",
-    "audit", "export", "measure", "match", "configs",
+    "audit", "export", "measure", "match", "recipe", "configs",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_wheel_holds_what_it_should(tmp_path: Path) -> None:
     # Whatever else the sources carry alongside the modules is needed at run time too.
     for source in SOURCES:
         for path in [
-            p for kind in ("cpp", "h", "json") for p in (ROOT / source).rglob(f"*.{kind}")
+            p for kind in ("cpp", "h", "json", "j2") for p in (ROOT / source).rglob(f"*.{kind}")
         ]:
             relative = path.relative_to(ROOT).as_posix()
             expected.add(relative if source == "specdec" else f"specdec/{relative}")

@@ -55,6 +55,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specdec match --model-dir BASE --among FOLDER",
         "specdec match --model-dir FILE.gguf --json",
     ),
+    "recipe": ("specdec recipe configs/medusa-pycode.yaml --to slurm --output-dir jobs",),
     "export": (
         "specdec-export --model-dir BASE --eagle-model-dir DRAFTER --to vllm --output-dir out",
         "specdec-export --model-dir BASE --to gguf --output-dir out",
@@ -70,7 +71,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # Pages of commands whose names differ from the command's.
-PAGES = {"train data": "data"}
+PAGES = {"train data": "data", "recipe": "jobs"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:

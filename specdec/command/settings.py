@@ -15,7 +15,10 @@ OPTION_HINT = (
     "--help and --all list the options, `specdec docs flags` has what replaces TensorRT-LLM's and"
     " ModelOpt's"
 )
-SECTIONS = ("convert", "build", "run", "serve", "train", "data", "ngrams", "verify", "bench")
+SECTIONS = (
+    "convert", "build", "run", "serve", "train", "data", "ngrams", "verify", "bench", "export",
+    "audit", "jobs",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,16 @@ def _refuse_twins(mapping: Any) -> None:
 
 
 def read_recipe(path: Path, section: str) -> dict[str, Any]:
-    """Read one section of a YAML recipe; sections and their form are checked, keys are not."""
+    """Read one section of a YAML recipe; its form is checked, its keys are not."""
+    values = read_sections(path).get(section)
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UsageError(f"recipe {path}: section {section} is not a mapping", "write `key: value`")
+    return values
+
+
+def read_sections(path: Path) -> dict[str, Any]:
+    """Read the sections of a YAML recipe; their names are checked, and what they hold is not."""
     import yaml
 
     try:
@@ -94,11 +106,7 @@ def read_recipe(path: Path, section: str) -> dict[str, Any]:
                 f"recipe {path}: unknown section {name!r}{suggest(str(name), SECTIONS)}",
                 f"the sections are {', '.join(SECTIONS)}",
             )
-    values = document.get(section)
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise UsageError(f"recipe {path}: section {section} is not a mapping", "write `key: value`")
-    return values
+    return document
 
 
 def resolve_settings(

@@ -449,6 +449,7 @@ STAGES = {
         "engine and prompts -> why it is not faster",
     ),
     "match": ("specdec.match.cli", "which drafters fit a model, by headers alone, and why not"),
+    "recipe": ("specdec.recipe.cli", "recipe -> jobs for Slurm, SkyPilot or Kubernetes"),
     "export": ("specdec.export.cli", "checkpoint or drafter -> folder for another runtime"),
     "audit": ("specdec.audit.cli", "a running server -> is it lossless, does it speculate"),
     "doctor": ("specdec.doctor.cli", "what is installed, what this machine can build and run"),

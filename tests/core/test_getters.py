@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "specdec", "serve", "run", "audit", "bench", "verify", "generate", "convert", "build", "train",
-    "export", "doctor", "match",
+    "export", "doctor", "match", "recipe",
 )  # fmt: skip
 SHOWN = {"__repr__", "__str__", "__len__", "__bool__", "__eq__", "__hash__", "__contains__"}
 READING = ("describe", "is_", "has_")  # how names of methods that look on begin

@@ -60,7 +60,7 @@ def test_nothing_but_the_loader_calls_from_pretrained() -> None:
     names = done.stdout.split() if done.returncode == 0 else []
     if not names:  # a copy without its history
         folders = ("specdec", "convert", "build", "run", "train", "verify", "bench", "doctor",
-                   "match", "examples", "benchmarks", "configs")  # fmt: skip
+                   "match", "recipe", "examples", "benchmarks", "configs")  # fmt: skip
         names = [str(p.relative_to(ROOT)) for f in folders for p in (ROOT / f).rglob("*.py")]
     found = {
         name: lines

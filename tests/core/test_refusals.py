@@ -21,7 +21,9 @@ from tests.conftest import ROOT, read_error_lines
 from tests.core.templates import match_template
 from tests.engines import run_cli_here
 
-FOLDERS = "specdec generate convert build run serve train export verify audit measure doctor match"
+FOLDERS = (
+    "specdec generate convert build run serve train export verify audit measure doctor match recipe"
+)
 CONVERT = "convert --output-dir o"
 TARGET = f"{CONVERT} --model-dir m"
 ADDED = f"{CONVERT} --base-model-checkpoint-dir b"

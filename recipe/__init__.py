@@ -1,0 +1,1 @@
+"""A recipe as jobs for Slurm, SkyPilot or Kubernetes."""
