@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a drafter of a large target costs by stage, and how well such a sum predicts local runs.
+"""Costs of a drafter for a large target by stage, and how well such a sum predicts local runs.
 
     python benchmarks/scale.py plan                       # the tables of docs/scale.md
     python benchmarks/scale.py check [--work-dir DIR] [--output FILE.json] [--only STAGE...]

@@ -1,4 +1,4 @@
-"""What each protocol of our server takes of its processor time: one chat, asked by all of them."""
+"""Processor time that each protocol of our server takes: one chat, asked by all of them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def record_parts(
 ) -> None:
     """Compute a text's tokens, each layer from its inputs, and record all parts.
 
-    All is recorded but the output head. What is recorded may be overwritten afterwards.
+    All is recorded but the output head. A recorded tensor may be overwritten afterwards.
     """
     base = decoder.separate_layers
     recording_class = cast(
