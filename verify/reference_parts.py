@@ -173,14 +173,28 @@ def _name_parts(
         values |= {INPUT_NORM: (call.module, call.entered), MIXER: (call.module, call.left)}
     for call in modules[1:2]:
         values[MLP_NORM] = (call.module, call.entered)
-    for call in modules[:0:-1]:  # the first behind the mixer that returns hidden states
-        if call.left is not None and call.left.shape == width:
-            values[MLP] = (call.module, call.left)
+    if mlps := _find_mlps(modules[1:], width):
+        outputs = [call.left for call in mlps if call.left is not None]
+        values[MLP] = (" and ".join(call.module for call in mlps), sum(outputs[1:], outputs[0]))
     return {
         part: ReferencePart(module=name, values=numbers)
         for part, (name, numbers) in values.items()
         if numbers is not None and numbers.shape == width
     }
+
+
+def _find_mlps(modules: Sequence[_Call], width: torch.Size) -> list[_Call]:
+    """Find the first module that returns hidden states, and those beside it, whose sum is taken.
+
+    Such modules, as experts and an MLP that every token takes, read equal numbers.
+    """
+    found = [call for call in modules if call.left is not None and call.left.shape == width]
+    return [
+        call for call in found
+        if call is found[0]
+        or (call.entered is not None and found[0].entered is not None
+            and torch.equal(call.entered, found[0].entered))
+    ]  # fmt: skip
 
 
 def _list_matrix_calls(

@@ -20,6 +20,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.delta_net import DeltaNet
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import Norm
+from specdec.engine.mamba2 import Mamba2
 from specdec.engine.native_layers import KernelLayers
 from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
@@ -154,7 +155,7 @@ def name_part(decoder: Decoder, part: str, layer_index: int | None) -> str:
     if layer_index is None:
         return f"the {part}"
     layer = decoder.stack.layers[layer_index]
-    mixers = {DeltaNet: "linear attention", ShortConv: "convolution"}
+    mixers = {DeltaNet: "linear attention", Mamba2: "Mamba-2", ShortConv: "convolution"}
     has_experts = layer.experts is not None and layer.mixture is None
     mlp = "experts" if has_experts else "MLP"
     names = {

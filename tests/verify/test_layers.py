@@ -63,6 +63,11 @@ BREAKS: dict[str, list[tuple[str, Change | float, str]]] = {
     "Lfm2ForCausalLM-plain": [
         ("layers.2.conv.conv.weight", raise_row, "layer 2's convolution"),
     ],
+    "GraniteMoeHybridForCausalLM-tiny": [
+        ("layers.2.mamba.A_log", raise_row, "layer 2's Mamba-2"),
+        ("layers.1.shared_mlp.output_linear.weight", raise_row, "layer 1's experts"),
+        ("layers.2.block_sparse_moe.router.layer.weight", raise_row, "layer 2's experts"),
+    ],
     "GptOssForCausalLM-plain": [
         ("layers.1.self_attn.sinks", raise_row, "layer 1's attention"),
         ("layers.2.mlp.router.bias", raise_row, "layer 2's experts"),
