@@ -227,8 +227,9 @@ def check_narrow_sampling(audit: Audit) -> Check:
     differences = []
     for index in prompt_indices:
         expected = _truncate(audit.detailed_answers[index], SAMPLED)
+        num_tokens = min(SAMPLED, audit.detailed_answers[index].max_tokens)
         answer = audit.server.complete(
-            expected.prompt, max_tokens=SAMPLED, temperature=1.0, top_p=NARROW, seed=SEEDS[0],
+            expected.prompt, max_tokens=num_tokens, temperature=1.0, top_p=NARROW, seed=SEEDS[0],
             **audit.server.offer.id_fields,
         )  # fmt: skip
         differences += audit.compare(answer, expected, index)

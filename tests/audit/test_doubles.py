@@ -117,6 +117,12 @@ def test_differences_and_near_ties() -> None:
         assert "margin not known" in check["faults"][0]
 
 
+def test_a_short_audit_samples_no_longer_than_its_greedy_texts() -> None:
+    with Double("vllm") as server:
+        status, report, _ = audit(server.url, "--checks", "narrow_sampling", "--max-tokens", "12")
+    assert (status, get(report, "narrow_sampling")["verdict"]) == (0, "ok")
+
+
 @pytest.mark.parametrize("style", ["vllm", "llama"])
 @pytest.mark.parametrize("margin", [0.0, 0.75])
 def test_the_margin_is_that_of_the_token_that_was_written(style: str, margin: float) -> None:
