@@ -241,6 +241,7 @@ OTHERS_FLAGS = {
     "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
     "--spec-type", "--spec-draft-model", "--mtp", "--kv-transfer-config",
     "--no-enable-chunked-prefill", "--no-enable-prefix-caching",
+    "--check", "--strict", "--requeue", "--dependency", "--test-only", "--tensor-parallel-size",
 }  # fmt: skip
 
 

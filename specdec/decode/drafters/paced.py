@@ -155,6 +155,8 @@ class PacedDrafter(JoinedDrafter):
             pace.note_first(chances)
         values = pace.value(np.array(chances)).tolist()
         pace.drafters[group].record(values)
+        if group == len(self.groups) - 1:
+            return []
         valued_rows = zip(rows, values, strict=True)
         return [row for row, value in valued_rows if not pace.is_best(group, value, num_rows)]
 
