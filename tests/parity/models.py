@@ -341,6 +341,8 @@ def make_model(
         pytest.skip(f"this transformers has no {architecture}")
     if transformers.__version__.startswith("4.") and (keys := NEW_KEYS & {*settings}):
         pytest.skip(f"transformers 4 does not read {', '.join(sorted(keys))}")
+    if transformers.__version__.startswith("4.") and settings.get("mamba_n_groups", 1) > 1:
+        pytest.skip("transformers 4 norms all groups of Mamba-2 as one, 5 and llama.cpp each")
     model = model_class(model_class.config_class(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

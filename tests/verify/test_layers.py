@@ -80,8 +80,9 @@ def break_model(model: Path, folder: Path, name: str, change: Change | float) ->
     shutil.copytree(model, folder)
     if not callable(change):
         config = read_json(folder / "config.json")
-        assert name in config["rope_parameters"]
-        config["rope_parameters"][name] = change
+        section = config.get("rope_parameters", config)  # transformers 4 has it beside the sizes
+        assert name in section
+        section[name] = change
         write_json(folder / "config.json", config)
         return folder
     tensors = load_file(folder / "model.safetensors")
