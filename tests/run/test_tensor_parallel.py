@@ -397,6 +397,9 @@ def test_ctrl_c_while_a_rank_never_comes(
 
     def interrupt() -> None:
         os.kill(children[0].pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{children[0].pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":  # its threads stop one by one
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
         while not all(child.stdin is None or child.stdin.closed for child in children):
             time.sleep(0.02)
