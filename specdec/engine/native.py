@@ -50,6 +50,19 @@ def load_kernels(info: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
         return NativeKernels(library, dtype)
 
 
+def _list_states(states: LinearStates, index: int) -> tuple[Tensor, ...]:
+    """Return the state, the window and the logs of a layer, in the order that kernels take."""
+    return states.state[index], states.window[index], *(log[index] for log in states.log)
+
+
+def _describe_heads(sizes: HeadStateSizes, states: LinearStates) -> DeltaSizes:
+    """Return the sizes of a layer with a state for each head, as kernels take them."""
+    return DeltaSizes(
+        sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size,
+        sizes.num_taps, states.log[0].shape[2],
+    )  # fmt: skip
+
+
 class NativeKernels(MatrixKernels):
     """The compiled kernels of an engine, for one dtype; tensors are contiguous, on the CPU."""
 
@@ -194,13 +207,9 @@ class NativeKernels(MatrixKernels):
         shapes = (sizes.num_taps, channels), (heads,), (heads,)
         for tensor, shape in zip(weights, shapes, strict=True):
             check("taps or decay", tensor, torch.float32, *shape)
-        logs_of_layer = (log[index] for log in states.log)
-        layer_states = states.state[index], states.window[index], *logs_of_layer
+        layer_states = _list_states(states, index)
         output = qkvz.new_zeros((batch, num_tokens, width))
-        record = DeltaSizes(
-            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps,
-            states.log[0].shape[2],
-        )  # fmt: skip
+        record = _describe_heads(sizes, states)
         self._call(
             "run_delta_net",
             qkvz.data_ptr(), ba.data_ptr(), output.data_ptr(), states.table.ctypes.data,
@@ -234,17 +243,10 @@ class NativeKernels(MatrixKernels):
         shapes = (sizes.num_taps, channels), (channels,), (heads,), (heads,), (heads,)
         for tensor, shape in zip(weights, shapes, strict=True):
             check("taps, biases, decay or skip", tensor, torch.float32, *shape)
-        layer_states = (
-            states.state[index],
-            states.window[index],
-            *(log[index] for log in states.log),
-        )
+        layer_states = _list_states(states, index)
         dtype = self.dtype if is_normed else torch.float32
         output = product.new_zeros((batch, num_tokens, width), dtype=dtype)
-        record = DeltaSizes(
-            sizes.num_key_heads, heads, sizes.key_size, sizes.value_size, sizes.num_taps,
-            states.log[0].shape[2],
-        )  # fmt: skip
+        record = _describe_heads(sizes, states)
         self._call(
             "run_mamba2",
             product.data_ptr(), output.data_ptr(), states.table.ctypes.data, len(states.table),

@@ -13,6 +13,7 @@ from specdec.engine.linear_states import LinearStates
 from specdec.engine.mamba2 import Mamba2
 from specdec.engine.native import NativeKernels
 from specdec.model.mamba2 import Mamba2Sizes
+from tests.engine.state_steps import mix_in_steps
 
 Array = np.ndarray[Any, Any]
 EPSILON = 1e-3
@@ -75,29 +76,9 @@ def check_outputs(groups: int, heads: int, num_taps: int, kernels: NativeKernels
     }
     norm = Norm(tensors.pop("norm"), None, EPSILON)
     net = Mamba2(sizes=sizes, index=1, norm=norm, kernels=kernels, **tensors)
-    rows, outputs = np.array([0, 2]), [[], []]  # type: tuple[Array, list[list[Array]]]
-    past = np.zeros(2, np.int64)
-    # Tokens of each text, how many of them are certain, and how many are committed.
-    steps = (((1, 4), (1, 4), (1, 4)), ((4, 3), (1, 1), (1, 3)), ((5, 5), (1, 1), (3, 5)),
-             ((1, 2), (1, 2), (1, 2)), ((2, 1), (0, 0), (2, 1)))  # fmt: skip
-    for counts, certain, kept in steps:
-        size = max(counts)
-        step = np.full((2, size, width), 7.0)
-        for text in range(2):
-            step[text, : counts[text]] = wrong[text, : counts[text]]
-            step[text, : kept[text]] = products[text, past[text] : past[text] + kept[text]]
-        runs = states.begin(
-            rows, past[:, None] + np.arange(size), past, np.array(counts), np.array(certain)
-        )
-        product = torch.from_numpy(step).float()
-        found = net.mix(product, product, states, runs).numpy()
-        states.finish(runs)
-        for text in range(2):
-            outputs[text].append(found[text, : kept[text]])
-            assert not found[text, counts[text] :].any(), "tokens of no run"
-        past = past + kept
-    for text in range(2):
-        expected = compute(products[text, : past[text]], sizes, weights)
-        np.testing.assert_allclose(np.concatenate(outputs[text]), expected, rtol=1e-4, atol=1e-5)
+    outputs = mix_in_steps(net, states, products, wrong)
+    for text, found in enumerate(outputs):
+        expected = compute(products[text, : len(found)], sizes, weights)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert not states.state[0].any(), "another layer's state is its own"
     assert not states.state[1, 1].any(), "another row's state is its own"
