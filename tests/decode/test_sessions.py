@@ -201,18 +201,37 @@ def test_no_engine_takes_blocks_of_another(
     assert kept_now.num_restored_tokens == 2 * BLOCK_TOKENS
 
 
+def measure_after_writes(folder: SessionFolder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the bytes of all blocks behind each write, by the thread that does it."""
+    sizes: list[int] = []
+    write = folder.write
+
+    def write_and_measure(*words: Any) -> bool:
+        is_written = write(*words)
+        sizes.append(sum(path.stat().st_size for path in list_blocks(folder.folder)))
+        return is_written
+
+    monkeypatch.setattr(folder, "write", write_and_measure)
+    return sizes
+
+
 @needs_compiler
-def test_the_limit_holds_and_what_is_old_goes_first(plain: Path, kept: tuple[Path, Any]) -> None:
+def test_the_limit_holds_and_what_is_old_goes_first(
+    plain: Path, kept: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, expected = kept
     size = list_blocks(folder)[0].stat().st_size
     for path in list_blocks(folder):  # of an hour ago
         os.utime(path, (path.stat().st_mtime - 3600,) * 2)
     limit = 4 * size + size // 2
     with open_engine(plain, folder, limit) as engine:
+        assert engine.sessions is not None
+        sizes = measure_after_writes(engine.sessions.folder, monkeypatch)
         for number in range(4):
             ask(engine, [number + 3] * 100)
-            assert sum(path.stat().st_size for path in list_blocks(folder)) <= limit
         newest = describe(ask(engine, [9] * 130))
+    assert len(sizes) > 5, "each text has whole blocks"
+    assert 4 * size <= max(sizes) <= limit
     with open_engine(plain, folder, limit) as engine:
         assert engine.sessions is not None
         assert describe(ask(engine, PROMPT)) == expected
