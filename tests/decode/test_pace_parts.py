@@ -225,6 +225,22 @@ def test_a_new_text_is_expected_to_be_like_those_before() -> None:
     assert promise.gains[0] < 0.001 < before
 
 
+def test_what_many_drafts_brought_is_relied_on() -> None:
+    for is_chain in (False, True):
+        promise = Promise(2, is_chain=is_chain)
+        assert promise.trust == 0
+        promise.take_emitted([2] * 4, 2)
+        known = 1 + 0.95 + 0.95**2 + 0.95**3
+        assert promise.trust == pytest.approx(known / (known + 4))
+        promise.start(1.0)  # another text: half as much is known of it
+        assert promise.trust == pytest.approx(known / (known + 8))
+    promise = Promise(2, is_chain=False)
+    promise.take_promised(4, [2.0, 3.0], 2)
+    assert promise.trust == pytest.approx(0.5)
+    forecast = forecast_steps(promise, frozenset(), 1, 1.0, [1.1, 1.2], [0.1, 0.1])
+    assert forecast.sure_gain == pytest.approx(0.5 * promise.gains[forecast.best_size - 1])
+
+
 def test_an_account() -> None:
     account = Account()
     assert account.find_limit(50.0) == pytest.approx(1.0)

@@ -202,7 +202,7 @@ def test_no_engine_takes_blocks_of_another(
 
 
 def measure_after_writes(folder: SessionFolder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the bytes of all blocks behind each write, by the thread that does it."""
+    """Return a list that gets the bytes of all blocks behind each write, by its thread."""
     sizes: list[int] = []
     write = folder.write
 

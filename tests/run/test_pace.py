@@ -158,6 +158,23 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
     assert 0 < prices[1] < prices[0] < 0.3
 
 
+def test_a_brief_draft_is_verified_where_that_beats_a_plain_step() -> None:
+    """Longer drafts would promise more a second, and are not allowed yet: one level is."""
+    costs = make_costs(
+        step=lambda tokens: 1.0 + (tokens > 1) * (0.2 + 0.03 * tokens),
+        draft=lambda levels: 0.05 + 0.2 * levels,
+    )
+    pace = Pace(4, costs)
+    assert pace.plan([64])
+    pace.account.lost_seconds = 0.5  # of the 1.28 that may be lost
+    pace.learn()
+    assert pace.plan([64])
+    assert pace.is_brief
+    assert pace.forecast.rate > 1.2, "of longer drafts"
+    assert pace.choose([[0.29]]) == 1
+    assert pace.choose([[0.25]]) == 0, "it costs 0.26 of a step"
+
+
 def test_reading_prompts_is_no_price_of_a_draft() -> None:
     """It has an account of its own."""
     pace = Pace(4, make_costs(reading=0.001))

@@ -29,11 +29,11 @@ SHARE, LOSS = 0.97, 0.05
 NUM_DRAWS, DRAWS_EACH = 12, 3  # draws of the table's errors, and those that each world has
 # Worlds that miss the share for some draws, and what the worst of twelve keeps.
 SHORT_OF_SHARE = {
-    "flat-uneven-0.4-dear-levels-sure-12-4": 0.95,
+    "flat-uneven-0.4-dear-levels-sure-12-4": 0.96,
     "flat-faster later-rises-cheap-planned-honest-4-1": 0.96,
-    "steep-spikes-0.9-dear-pass-sure-12-1": 0.89,
+    "steep-spikes-0.9-dear-pass-sure-12-1": 0.9,
     "roof-still-rises-dear at first-lookup-sure-12-1": 0.95,
-    "flat-uneven-0.4-dear at first-pass-sure-4-4-True": 0.92,
+    "flat-uneven-0.4-dear at first-pass-sure-4-4-True": 0.94,
 }
 ERROR = 0.05  # by which an entry of the table is wrong at most
 
@@ -44,6 +44,9 @@ MACHINES: dict[str, Callable[[int], float]] = {
     "roof": lambda tokens: max(1.0 + 0.006 * tokens, 0.085 * tokens),
     "blocks": lambda tokens: 1.0 + 0.25 * (math.ceil(tokens / 8) - 1),
 }
+COVERED_MACHINES = tuple(MACHINES)
+# On which a second token is dearer than all further ones together, as on small models.
+MACHINES["jump"] = lambda tokens: 1.0 + (tokens > 1) * (0.25 + 0.04 * (tokens - 1))
 # By how much a step is slower than it is alone, by its number.
 NOISES: dict[str, Callable[[int, random.Random], float]] = {
     "still": lambda step, chance: 1.0,
@@ -65,6 +68,8 @@ RATES: dict[str, Callable[[int], float]] = {
 # for each token, which may end early or not; whole drafts are not cut; a lookup finds something
 # every other time.
 COSTS = {"cheap": (0.06, 0.0), "dear": (0.25, 0.0), "dear at first": (0.06, 0.4)}
+COVERED_COSTS = tuple(COSTS)
+COSTS["very dear"] = (0.3, 0.1)
 KINDS = ("pass", "levels", "planned", "whole", "lookup")
 WORDS = ("honest", "sure")  # what the drafter says of itself
 # By how much plain steps behind a drafted one are slower, the first, the second and so on: the
@@ -206,9 +211,13 @@ class World:
 def list_worlds() -> list[World]:
     """Rows in which every pair of values occurs, and those where something else is hard.
 
-    In two only long drafts pay; in four plain steps behind a draft are slower than others.
+    In two only long drafts pay; in four plain steps behind a draft are slower than others. In the
+    last four a draft costs as much as several steps, so that one that is wrong loses more than 64
+    steps may lose.
     """
-    rows = itertools.product(MACHINES, NOISES, RATES, COSTS, KINDS, WORDS, LENGTHS, (1, 4, 16))
+    rows = itertools.product(
+        COVERED_MACHINES, NOISES, RATES, COVERED_COSTS, KINDS, WORDS, LENGTHS, (1, 4, 16)
+    )
     long = [
         World("flat", "still", "0.9", "dear at first", kind, "honest", 12, 1)
         for kind in ("levels", "planned")
@@ -219,7 +228,13 @@ def list_worlds() -> list[World]:
         ("flat", "uneven", "0", "cheap", "pass", "honest", 12, 1),
         ("roof", "still", "0", "dear", "levels", "honest", 4, 1),
     ]
-    return [World(*row) for row in cover(rows)] + long + [World(*row, is_cold=True) for row in cold]
+    jump = [
+        World("jump", "uneven", "0.9", "very dear", kind, words, 8, 1)
+        for kind in ("levels", "planned")
+        for words in WORDS
+    ]
+    covering = [World(*row) for row in cover(rows)]
+    return covering + long + [World(*row, is_cold=True) for row in cold] + jump
 
 
 def list_draws() -> list[tuple[World, int]]:

@@ -21,6 +21,7 @@ FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
 USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
 PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
 PRIOR_DRAFTS = 10.0  # drafts that its record counts as
+TRUSTED_DRAFTS = 4.0  # drafts behind which half of the tokens that they bring is relied on
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
 SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
 LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
@@ -219,6 +220,7 @@ class Promise:
         self._gain_sums = self._weight * first_gains
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
+        self._num_known = 0.0  # drafts that were learned from, newer ones counting more
         self._num_texts = 0.0  # that have begun, all requests together counting as one
         # Of steps, the share whose largest draft has so many nodes besides the root.
         self._size_shares = np.zeros(max_tokens + 1)
@@ -229,8 +231,14 @@ class Promise:
         """Return the expected gains, [max_tokens]."""
         return np.asarray(self._gain_sums / self._weight)
 
+    @property
+    def trust(self) -> float:
+        """Return the share of the expected gains that is relied on."""
+        return self._num_known / (self._num_known + TRUSTED_DRAFTS)
+
     def start(self, share: float) -> None:
         """Expect of new texts, a share of all, what texts usually bring."""
+        self._num_known *= 1 - share / 2
         newest_share = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
         self._usual_gains += newest_share * (self.gains - self._usual_gains)
         self._num_texts += share
@@ -265,6 +273,7 @@ class Promise:
         size: drafted nodes of the largest of them.
         """
         kept_share = KEPT_PROMISE_WEIGHT**num_rows
+        self._num_known = kept_share * self._num_known + num_rows
         self._gain_sums = kept_share * self._gain_sums + promised_gains
         self._weight = kept_share * self._weight + num_rows
         self._size_shares *= KEPT_PROMISE_WEIGHT
@@ -275,6 +284,7 @@ class Promise:
         for count in emitted_counts:
             self._gain_sums = KEPT_WEIGHT * self._gain_sums
             self._weight = KEPT_WEIGHT * self._weight + 1
+            self._num_known = KEPT_PROMISE_WEIGHT * self._num_known + 1
             if self.is_chain:
                 num_reached = min(count, size - 1)
                 self._accepted_tokens = KEPT_LONG_WEIGHT * self._accepted_tokens + count - 1

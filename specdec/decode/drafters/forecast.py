@@ -19,7 +19,7 @@ class Forecast:
     size. expected_seconds: of a step that may verify each size, if drafts are as usual.
     draft_seconds: of its draft. best_size: of the most tokens per second. rate: these, or those of
     plain steps where they are more. gain: the best size's tokens per second by those of plain
-    steps.
+    steps. sure_gain: tokens that drafts of the best size bring as far as is known.
     """
 
     promise: Promise
@@ -30,6 +30,7 @@ class Forecast:
     best_size: int = 0
     rate: float = 0.0
     gain: float = 1.0
+    sure_gain: float = 0.0
 
 
 def forecast_steps(
@@ -49,8 +50,9 @@ def forecast_steps(
         for gain, draft, step in zip(gains, draft_seconds, expected_seconds, strict=True)
     ]
     best_rate, plain_rate = max(rates), num_rows / plain_seconds
-    best_size = num_smaller + 1 + rates.index(best_rate)
+    best = rates.index(best_rate)
     return Forecast(
-        promise, left_out, gains, expected_seconds, draft_seconds, best_size,
+        promise, left_out, gains, expected_seconds, draft_seconds, num_smaller + 1 + best,
         rate=max(best_rate, plain_rate), gain=best_rate / plain_rate,
+        sure_gain=promise.trust * gains[best],
     )  # fmt: skip

@@ -49,9 +49,9 @@ class Pace:
     Of a chain, the first drafter drafts alone while that promises more than all of them: what its
     drafts promise is known from every step, and the others are tried again after a while.
 
-    An `Account` is kept: nothing is drafted that could lose more than it allows, if none of it were
-    accepted. A plan serves for some steps, since it takes time. No clock is read: what everything
-    costs stands in the table.
+    An `Account` is kept: no draft may lose more than it allows, if no more of it is accepted than
+    the drafts before have shown. A plan serves for some steps, since it takes time. No clock is
+    read: what everything costs stands in the table.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class Pace:
         limit = self.account.find_limit(seconds_ahead)
         if not self.account.spent_seconds:
             self.account.trial_allowance = limit
+        limit += plain_seconds * forecast.sure_gain * (not self.is_trial)
         size, price = self._choose_draft(limit)
         self._loss_allowance = limit - price
         may_lose = self._step_seconds[size] - plain_seconds <= self._loss_allowance
@@ -236,8 +237,7 @@ class Pace:
 
     def _choose_draft(self, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
-        plain_seconds, *seconds = self._step_seconds
-        forecast = self.forecast
+        forecast, (plain_seconds, *seconds) = self.forecast, self._step_seconds
         draft_seconds, self.max_levels = forecast.draft_seconds, forecast.best_size
         if self.is_whole:
             return 1, draft_seconds[0]
@@ -339,10 +339,11 @@ class Pace:
         chances: [B, N] of each row's paths, best first, then zeros.
         """
         plain_seconds, *seconds = self._step_seconds
-        rate, (promised_gains, num_nodes) = self.forecast.rate, self._sum_chances(chances)
+        promised_gains, num_nodes = self._sum_chances(chances)
+        # Beside a brief draft stand plain steps: a longer one might lose too much.
+        rate = len(chances) / plain_seconds if self.is_brief else self.forecast.rate
         best_size, best_worth = 0, -rate * plain_seconds
-        prices = zip(promised_gains, seconds, strict=False)
-        for size, (gain, step_seconds) in enumerate(prices, 1):
+        for size, (gain, step_seconds) in enumerate(zip(promised_gains, seconds, strict=False), 1):
             worth = gain - rate * step_seconds
             if worth > best_worth and step_seconds - plain_seconds <= self._loss_allowance:
                 best_size, best_worth = size, worth
