@@ -44,9 +44,10 @@ class Jobs:
 
     def find_workdir(self, scheduler: str) -> Path:
         """Return the folder in which a scheduler's jobs run their commands."""
-        if self.settings.workdir is not None:
-            return self.settings.workdir
-        return Path.cwd() if scheduler == "slurm" else DEFAULT_WORKDIR
+        workdir = self.settings.workdir
+        if scheduler == "slurm":
+            return Path.cwd() / (workdir or "")
+        return DEFAULT_WORKDIR if workdir is None else workdir
 
     def list_unused(self, scheduler: str) -> list[str]:
         """List the keys that are given and that this scheduler has no use for."""
@@ -71,6 +72,11 @@ def read_jobs(section: object, recipe: Path) -> Jobs:
     }  # fmt: skip
     for name in settings.secrets:
         _check_variable(name, "jobs.secrets", recipe)
+    if not str(settings.workdir or "").isprintable():
+        raise UsageError(
+            f"recipe {recipe}: jobs.workdir is {shorten(str(settings.workdir))}",
+            "give a path of one line",
+        )
     return Jobs(
         name=settings.name or _make_name(recipe), settings=settings,
         env=_read_env(values.get("env"), recipe), stages=_spread(checked, own),
@@ -137,7 +143,8 @@ def _read_env(value: object, recipe: Path) -> dict[str, str]:
     env = {}
     for name, text in ({} if value is None else _expect_env(value, recipe)).items():
         _check_variable(str(name), "jobs.env", recipe)
-        if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        is_text = isinstance(text, (str, int, float)) and not isinstance(text, bool)
+        if not is_text or "\0" in str(text):
             raise UsageError(
                 f"recipe {recipe}: jobs.env.{name} is {shorten(text)}, not a text",
                 "put it in quotes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,9 @@ RESUMED = ("data", "train")
 # Options that jobs set by themselves, or with which a command writes nothing.
 REFUSED = ("force", "resume", "shard", "merge", "sanity", "plan", "dry_run")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ASSIGNMENT = re.compile(r"\w+=")  # of a variable, before a command
 RENDEZVOUS_PORT = 29400  # torchrun's own default
+MAX_PORT = 65535
 DEFAULT_PORT = {"http": 80, "https": 443}
 
 
@@ -93,8 +96,12 @@ class Recipe:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if path.exists() and not path.is_file():
+            raise UsageError(
+                f"recipe {path} is no file", "write it to a file: jobs carry a copy of it"
+            )  # fmt: skip
         self.sections = read_sections(path)
+        self.text = path.read_text(encoding="utf-8")
         self.jobs: Jobs = read_jobs(self.sections.get("jobs"), path)
         self.settings = {
             name: _read_section(path, name) for name in self.sections if name in COMMANDS
@@ -163,7 +170,23 @@ def list_stages(recipe: Recipe) -> list[Stage]:
                 f"recipe {recipe.path}: jobs.{name}, and no such job: {_explain_stage(name)}",
                 f"leave it out; the jobs are {', '.join(names)}",
             )
+    _check_outputs(recipe, stages)
     return stages
+
+
+def _check_outputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
+    """Raise UsageError where two commands would write one output."""
+    writers: dict[str, str] = {}
+    for stage in stages:
+        for command in stage.commands:
+            label = f"{command.line.partition(' --config')[0]} of job {stage.name}"
+            output = os.path.normpath(command.output)
+            if command.output not in ("", "''") and output in writers:
+                raise UsageError(
+                    f"recipe {recipe.path}: {writers[output]} and {label} both write {output}",
+                    "give each its own output",
+                )
+            writers[output] = label
 
 
 def _explain_stage(name: str) -> str:
@@ -216,6 +239,11 @@ def _prepare(recipe: Recipe) -> Stage | None:
     commands: list[Command] = []
     for number, path in enumerate(recipe.before):
         before = Recipe(path)
+        if before.before:
+            raise UsageError(
+                f"jobs.before: {path} has jobs.before itself: {', '.join(map(str, before.before))}",
+                f"list all of them in jobs.before of {recipe.path}, in their order",
+            )
         found = list(
             _list_commands(before, ("convert", "build"), name_copy(number), f"before-{number}.")
         )
@@ -248,6 +276,11 @@ def _make_data(recipe: Recipe) -> Stage | None:
                 "give base_url one address at which the server answers, and no engine_dir",
             )
         server = _make_server(resources, urls[0], "data.base_url")
+        if server.port + count > MAX_PORT + 1:
+            raise UsageError(
+                f"data.base_url has port {server.port}, and {count} shards have one each up to"
+                f" {server.port + count - 1}", f"give a port of at most {MAX_PORT + 1 - count}",
+            )  # fmt: skip
         if count > 1 and not re.search(r"\$\{?port\b", server.line):
             raise UsageError(
                 f"jobs.data.server without $port, and {count} shards, of which a node may have two",
@@ -323,9 +356,25 @@ def _name_launcher(recipe: Recipe, nodes: int, processes: int) -> str:
 def _make_server(resources: ServerResources, base_url: str, label: str) -> Server:
     """Return the server of `jobs.STAGE.server`, which answers at a URL of the recipe."""
     assert resources.server is not None
-    return Server(
-        resources.server.strip(), *_split_url(base_url, label), seconds=resources.server_wait
-    )
+    line = resources.server.strip()
+    _check_line(line)
+    return Server(line, *_split_url(base_url, label), seconds=resources.server_wait)
+
+
+def _check_line(line: str) -> None:
+    """Raise UsageError for a server's line that is not one command, of which one is executed."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise UsageError(f"the server's command is {line!r}: {error}", "close it") from None
+    operators = [word for word in words if set(word) <= {*"&|;"}]
+    if "\n" in line.replace("\\\n", "") or operators or not words or ASSIGNMENT.match(words[0]):
+        raise UsageError(
+            f"the server's command is {line!r}, which is not one command",
+            "put what comes before it into jobs.setup, and variables into jobs.env",
+        )
 
 
 def _split_url(base_url: str, label: str) -> tuple[int, str]:
@@ -410,6 +459,12 @@ def _serve(recipe: Recipe) -> Stage | None:
         return None
     resources = recipe.jobs.stages["serve"]
     num_shards = getattr(resources, "replicas", 1)
+    session_dir = getattr(recipe.settings.get("serve"), "session_dir", None)
+    if num_shards > 1 and session_dir is not None:
+        raise UsageError(
+            f"jobs.serve.replicas is {num_shards}, and serve.session_dir is {session_dir}, which"
+            " one server alone may use", "leave one of them out",
+        )  # fmt: skip
     return Stage("serve", [], resources, server=server, num_shards=num_shards)
 
 
@@ -431,6 +486,11 @@ def list_missing(scheduler: str, recipe: Recipe, stages: Sequence[Stage]) -> Pro
             f"jobs.storage is missing, which --to {scheduler} needs: the stages meet on its files",
             "give a bucket such as s3://NAME, or a volume's name" if is_sky
             else "give the name of a PersistentVolumeClaim that several nodes may write",
+        ),
+        (
+            not recipe.jobs.find_workdir(scheduler).is_absolute(),
+            f"jobs.workdir is {recipe.jobs.settings.workdir}, where the storage is to be mounted",
+            "give a path that begins with /",
         ),
         (
             no_image, f"jobs.image is missing for {', '.join(no_image)}",

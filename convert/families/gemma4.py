@@ -73,10 +73,25 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
     return (*types[:-1], FULL)
 
 
-def read_rotary_values(reader: ConfigReader) -> dict[str, Any]:
-    """Read the rotary embeddings of both kinds of layers, as fields of `ModelConfig`."""
+def read_rotary_values(reader: ConfigReader, types: tuple[str, ...]) -> dict[str, Any]:
+    """Read the rotary embeddings of both kinds of layers, as fields of `ModelConfig`.
+
+    Each kind that there is has an object of its own; no other key says anything of it.
+    """
+    refuse_unless(
+        reader, "rope_scaling", remedy=f"give rope_parameters an object for {FULL} and {SLIDING}"
+    )
     parameters = reader.get_object("rope_parameters") or ROTARY
-    objects = {kind: reader.enter(parameters).get_object(kind) for kind in (FULL, SLIDING)}
+    objects = {
+        kind: reader.enter(parameters).get_object(kind) if kind in types else ROTARY[kind]
+        for kind in (FULL, SLIDING)
+    }
+    for kind, values in objects.items():
+        if values.get("rope_theta") is None:
+            reader.refuse(
+                f"rope_parameters has no rope_theta of {kind}: {shorten(parameters)}",
+                "copy or download the model's config.json again",
+            )
     kinds = {kind: values.get("rope_type", "default") for kind, values in objects.items()}
     if kinds[SLIDING] != "default" or kinds[FULL] not in ("default", "proportional"):
         reader.refuse(
@@ -153,9 +168,10 @@ def read_gemma4(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
         max_positions=131072 if has_tables else 262144,
         num_kv_heads=4,
         head_dim=256,
-    ) | read_rotary_values(reader)
+    )
     num_layers, kv_heads = values["num_hidden_layers"], values["num_key_value_heads"]
     types = read_layer_types(reader, num_layers)
+    values |= read_rotary_values(reader, types)
     head_size, full_kv_heads = read_full_heads(reader, types, kv_heads)
     num_reusing = reader.get_int("num_kv_shared_layers", 0, minimum=0)
     is_wide = reader.get_bool("use_double_wide_mlp", False)

@@ -107,11 +107,23 @@ SHARED_MODULES: Modules = {
 }
 
 
+def _name_types(types: Any) -> Any:
+    """Return a list of layers' types under one name each; anything else as it is."""
+    if not isinstance(types, list):
+        return types
+    return [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+
+
 def read_layers(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """Read which layers attend; all are of Mamba-2 where nothing tells."""
-    types = reader.config.get("layer_types", reader.config.get("layers_block_type"))
-    if types is None:
-        types = [MAMBA for _ in range(min(num_layers, MAX_MODULES))]
+    values = [reader.config.get(name) for name in ("layer_types", "layers_block_type")]
+    named_types = [types for types in values if types is not None]
+    types = named_types[0] if named_types else [MAMBA] * min(num_layers, MAX_MODULES)
+    if _name_types(types) != _name_types(named_types[-1] if named_types else types):
+        reader.refuse(
+            f"layer_types is {shorten(values[0])} and layers_block_type {shorten(values[1])}",
+            "remove the wrong one",
+        )
     is_known = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     if not is_known or len(types) != num_layers or not {*types} <= {*LAYER_TYPES}:
         reader.refuse(

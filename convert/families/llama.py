@@ -168,6 +168,10 @@ def read_multipliers(
     reader: ConfigReader, _: Layout, values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Read the factors of Granite's embeddings, scores, residuals and logits."""
+    for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier",
+                 "logits_scaling"):  # fmt: skip
+        if reader.config.get(name, 1.0) is None:
+            reader.refuse(f"{name} is null", f"give the model's {name}")
     # TensorRT-LLM has that of scores alongside 1 / sqrt(head_size). Its own converter takes an
     # attention_multiplier of 1 for none, and scores are then divided.
     attention = reader.get_float("attention_multiplier", 1.0) * math.sqrt(values["head_size"])

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, summarize
+from specdec.errors import SpecDecError, join_names, summarize
 from specdec.files.reading import parse_json
 from specdec.system import logs
 
@@ -91,6 +91,7 @@ class SessionFolder:
         self._num_bytes = 0
         try:
             folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+            _refuse_others(folder)
             self._lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise SpecDecError(
@@ -127,7 +128,8 @@ class SessionFolder:
         try:
             with os.scandir(self.folder) as files:
                 for file in files:
-                    if file.name.endswith(PARTIAL_SUFFIX):
+                    whole_name = file.name.removesuffix(PARTIAL_SUFFIX) + SUFFIX
+                    if file.name.endswith(PARTIAL_SUFFIX) and read_name(whole_name) is not None:
                         os.unlink(file.path)
                     elif (name := read_name(file.name)) is not None and file.is_file():
                         status = file.stat()
@@ -271,6 +273,20 @@ class SessionFolder:
     def close(self) -> None:
         """Let another process have the folder."""
         os.close(self._lock)
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise SpecDecError for a folder with files that no server's sessions have been beside."""
+    names = [entry.name for entry in folder.iterdir()]
+    others = [
+        name for name in sorted(names)
+        if not name.startswith(".") and name != "lost+found" and read_name(name) is None
+    ]  # fmt: skip
+    if others and LOCK_NAME not in names:
+        raise SpecDecError(
+            f"--session-dir {folder} holds other files: {join_names(others)}",
+            "give a folder of its own, which need not exist",
+        )
 
 
 def _rank_use(entry: _Entry) -> tuple[float, int]:

@@ -17,6 +17,7 @@ from specdec.convert.families import (
     gemma,
     gemma4,
     gpt2,
+    granite,
     lfm2,
     llama,
     opt,
@@ -30,7 +31,7 @@ from specdec.convert.hf import HfFolder
 from specdec.convert.plan import SourceRows, plan_tensors
 from specdec.errors import Problems, SpecDecError
 from specdec.files.reading import Array
-from specdec.model.config import CONV, FULL, LINEAR, SLIDING, ModelConfig
+from specdec.model.config import CONV, FULL, LINEAR, MAMBA, SLIDING, ModelConfig
 from specdec.model.config_reader import ConfigReader
 from specdec.model.tensors import TensorSpec, list_target_tensors
 from specdec.model.wrappers import NAMES, WRAPPERS
@@ -186,6 +187,98 @@ def test_mixtral_s_experts(tmp_path: Path) -> None:
         read(mixtral, sliding_window=3, layer_types=[FULL] * 4)
 
 
+# Granite 4.
+
+MULTIPLIED = {"attention_multiplier": 0.25, "embedding_multiplier": 12.0,
+              "residual_multiplier": 0.25, "logits_scaling": 8.0}  # fmt: skip
+GRANITE4: dict[str, Any] = MULTIPLIED | {
+    "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_n_groups": 2, "mamba_d_state": 3,
+    "mamba_d_conv": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "shared_intermediate_size": 5, "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "position_embedding_type": "nope",
+}  # fmt: skip
+
+
+def test_granite_4_s_layers() -> None:
+    """Names of both transformers and the published ones; without a list all are of Mamba-2."""
+    model = read(granite.GRANITE_HYBRID, **GRANITE4)
+    assert model.layer_types == (MAMBA, FULL, MAMBA, MAMBA)
+    assert model.mamba2 is not None
+    assert dataclasses.astuple(model.mamba2) == (2, 4, 3, 4, 2, True, False)
+    assert model.arithmetic.layers_without_positions == (0, 1, 2, 3)
+    assert (model.arithmetic.mlp, model.experts and model.experts.shared_inner) == ("experts", 5)
+    assert model.experts is not None
+    assert not model.experts.gates_shared
+    assert (model.attention_scale, model.output_multiplier_scale) == (0.25, 1 / 8)
+    named = {"layer_types": "ABSENT", "layers_block_type": ["linear_attention"] + [FULL] * 3}
+    assert read(granite.GRANITE_HYBRID, **GRANITE4 | named).layer_types == (MAMBA, *[FULL] * 3)
+    both = {"layers_block_type": ["linear_attention", FULL] + ["linear_attention"] * 2}
+    assert read(granite.GRANITE_HYBRID, **GRANITE4 | both) == model
+    absent = {"layer_types": "ABSENT", "mamba_d_head": "auto", "position_embedding_type": "rope"}
+    model = read(granite.GRANITE_HYBRID, **GRANITE4 | absent)
+    assert (model.layer_types, model.arithmetic.layers_without_positions) == ((MAMBA,) * 4, ())
+    assert model.mamba2 is not None
+    assert model.mamba2.value_size == 4
+    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
+    model = read(granite.GRANITE_HYBRID, **GRANITE4 | dense)
+    assert (model.experts, model.mamba2, model.layer_types) == (None, None, None)
+    assert model.intermediate_size == 5, "of the shared expert, which is the MLP"
+    described = describe(granite.GRANITE_HYBRID, read(granite.GRANITE_HYBRID, **GRANITE4))
+    assert (described["mamba2"]["key_size"], described["embedding_multiplier"]) == (3, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ({"layer_types": ["mamba"] * 3}, "layer_types is .* for 4 layers"),
+        ({"layer_types": ["mamba", "sliding_attention"] * 2}, "layer_types is"),
+        ({"mamba_d_head": 3}, "mamba_n_heads 4 times mamba_d_head 3 is not mamba_expand times"),
+        ({"mamba_expand": 3}, "mamba_expand times hidden_size, 24"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\]"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"logits_scaling": 0}, "logits_scaling is 0"),
+        ({"attention_multiplier": None}, "attention_multiplier is null"),
+        (
+            {"layers_block_type": ["attention"] * 4},
+            r"layer_types is .*'mamba'.* and layers_block_type \['attention'",
+        ),
+    ],
+)
+def test_granite_4_s_that_are_refused(config: dict[str, Any], fact: str) -> None:
+    with pytest.raises(SpecDecError, match=fact):
+        read(granite.GRANITE_HYBRID, **GRANITE4 | config)
+
+
+def test_granite_4_s_rows_are_dealt(tmp_path: Path) -> None:
+    """z, x, B, C, rates become C, B, x, z, rates; a shared expert's activated rows come last."""
+    model = read(granite.GRANITE_HYBRID, **GRANITE4)
+    mamba, shared = "model.layers.0.mamba.", "model.layers.0.shared_mlp.input_linear.weight"
+    z, x, b, c, rates = (draw(rows, 8) for rows in (16, 16, 6, 6, 4))
+    taps, bias = draw(28, 1, 2), draw(28)
+    stored = {
+        f"{mamba}in_proj.weight": np.concatenate([z, x, b, c, rates]),
+        f"{mamba}conv1d.weight": taps, f"{mamba}conv1d.bias": bias, f"{mamba}A_log": draw(4),
+        shared: draw(10, 8),
+    }  # fmt: skip
+    folder = granite.prepare(write_folder(tmp_path / "m", {}, stored), "float32")
+    prefix, ours = "transformer.layers.0.", "transformer.layers.0.mamba."
+    expected = {
+        f"{ours}in_proj.weight": np.concatenate([c, b, x, z, rates]),
+        f"{ours}conv.weight": np.concatenate([taps[22:], taps[16:22], taps[:16]]).reshape(-1),
+        f"{ours}channels.bias": np.concatenate([bias[22:], bias[16:22], bias[:16]]),
+        f"{ours}A_log": stored[f"{mamba}A_log"],
+        f"{prefix}mlp.shared_expert.fc.weight": np.roll(stored[shared], 5, axis=0),
+    }
+    planned = plan(granite.GRANITE_HYBRID, folder, model, *expected)
+    assert planned.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(planned[name].reshape(values.shape), values), name
+    up = shared.replace("input_linear", "up_proj")
+    assert np.array_equal(folder.read_block(up, 1, 3, (2, 4)), stored[shared][6:8, 2:4])
+    assert shared not in folder.tensors
+
+
 # Gemma.
 
 
@@ -238,6 +331,12 @@ def test_gemma_4_s_layers_differ() -> None:
         ({"attention_bias": True}, "attention_bias is true"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "no rope_theta of full_attention",
+        ),
+        ({"rope_parameters": {FULL: gemma4.ROTARY[FULL]}}, "no rope_theta of sliding_attention"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is"),
     ):
         with pytest.raises(SpecDecError, match=fact):
             read(gemma4.GEMMA4, **config, **wrong)

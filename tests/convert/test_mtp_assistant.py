@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from safetensors.torch import load_file
 
 from specdec.build.backends.tensorrt import find_problems
 from specdec.checkpoint.config import parse_checkpoint_config, read_checkpoint_config
+from specdec.convert.hf import HfFolder
+from specdec.convert.methods.mtp_assistant import EMBEDDED, MtpAssistantConverter
 from specdec.convert.pipeline import convert_model
 from specdec.convert.settings import ConvertSettings
+from specdec.convert.target import plan_alone
 from specdec.errors import SpecDecError
 from specdec.files.folders import MTP_ASSISTANT, recognize_drafter
 from specdec.trtllm.lacks import find_lack
@@ -24,7 +28,7 @@ from tests.assistants import make_mtp_assistant, make_target
 from tests.conftest import change_tensors, make_llama
 from tests.engines import run_cli_here
 
-ORDER = "masked_embedding.token_ordering"
+HEAD, ORDER = "lm_head.weight", "masked_embedding.token_ordering"
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +156,40 @@ def test_other_tensors_are_refused(name: str, models: Path, tmp_path: Path) -> N
     assert any(words in fact for fact, _ in caught.value.problems), caught.value.problems
 
 
-def test_a_second_head_that_is_the_embedding_is_left_out(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_tied", "tables", "read_table"),
+    [
+        (True, (EMBEDDED,), EMBEDDED), (True, (HEAD,), HEAD), (True, (EMBEDDED, HEAD), EMBEDDED),
+        (False, (HEAD,), HEAD), (False, (EMBEDDED, HEAD), HEAD),
+        (False, (EMBEDDED,), HEAD),  # which is then missing: never the embedding in its place
+    ],
+)  # fmt: skip
+def test_one_table_is_the_head_and_every_tensor_has_one_reader(
+    is_tied: bool, tables: tuple[str, ...], read_table: str, models: Path, tmp_path: Path
+) -> None:
+    """Whatever a folder holds is read once, or is left out by its name."""
     drafter = copy(models, "assistant", tmp_path)
     with change_tensors(drafter) as tensors:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    convert(models / "target", drafter)
-    with change_tensors(drafter) as tensors:
-        del tensors["model.embed_tokens.weight"]
-    convert(models / "target", drafter)
+        table = tensors.pop(EMBEDDED)
+        tensors |= {name: table.clone() for name in tables}
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(1, 1)
+    folder = HfFolder(drafter)
+    folder.config["tie_word_embeddings"] = is_tied
+    settings = ConvertSettings(model_dir=str(models / "target"), output_dir=tmp_path / "out")
+    converter = MtpAssistantConverter(folder, settings, plan_alone(settings).model)
+    names = [*converter.params.list_tensors(converter.model)]
+    rows = converter.find_source_rows(names)
+    read_names = [source.name for sources in rows.values() for source in sources]
+    assert sorted(rows) == sorted(names)
+    assert len(set(read_names)) == len(read_names) == len(names)
+    assert [rows_of for rows_of in read_names if rows_of in (EMBEDDED, HEAD)] == [read_table]
+    assert {*read_names} - folder.tensors.keys() == {read_table} - {*tables}
+    patterns = converter.list_ignored()
+    assert [
+        name for name in folder.tensors.keys() - {*read_names}
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ] == []  # fmt: skip
+    assert not any(fnmatch.fnmatch(read_table, pattern) for pattern in patterns)
 
 
 def test_targets_without_such_keys_are_refused(models: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_full_disk_costs_no_text(
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    """Another server's, a file, one that nobody may write to."""
+    """Another server's, a file, one of other files, one that nobody may write to."""
     folder = SessionFolder(tmp_path / "kept", GIB)
     with pytest.raises(SpecDecError, match=f"is used by another server, process {os.getpid()}"):
         SessionFolder(tmp_path / "kept", GIB)
@@ -272,6 +272,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpecDecError, match="cannot be used: .*(exists|Not a directory)"):
         SessionFolder(tmp_path / "file", GIB)
+    (tmp_path / "model").mkdir()
+    for name in (".hidden", "config.json", "weights.partial"):
+        (tmp_path / "model" / name).touch()
+    with pytest.raises(SpecDecError, match=r"holds other files: config.json, weights.partial"):
+        SessionFolder(tmp_path / "model", GIB)
+    assert len([*(tmp_path / "model").iterdir()]) == 3
     (tmp_path / "shut").mkdir(mode=0o500)
     if os.geteuid() != 0:
         with pytest.raises(SpecDecError, match="cannot be used: .*Permission denied"):
@@ -288,7 +294,9 @@ def test_a_folder_lists_its_blocks_by_their_names(tmp_path: Path) -> None:
     folder.close()
     (tmp_path / "000000-half.partial").touch()
     (tmp_path / "notes.block").touch()
+    (tmp_path / "film.partial").touch()
     folder = SessionFolder(tmp_path, 10_000)
+    assert (tmp_path / "film.partial").exists()
     assert not (tmp_path / "000000-half.partial").exists()
     assert (tmp_path / "notes.block").exists()
     assert [*folder.list_ends("ef" * 20)] == [end]

@@ -292,9 +292,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("slurm", {"jobs": {"time": 14400}}, "jobs.time is '14400'", "give 30m, 12h or 2d"),
     ("slurm", {"jobs": {"partition": "a\n#SBATCH b"}}, "jobs.partition is 'a\\n#", "give one word"),
     ("slurm", {"jobs": {"name": "My_run"}}, "jobs.name is 'My_run'", "a-z, 0-9"),
+    ("k8s", {"jobs": {"workdir": "/a\n- b"}}, "jobs.workdir is '/a\\n- b'", "a path of one line"),
+    ("k8s", {"jobs": {"workdir": "a/b"}}, "jobs.workdir is a/b, where the storage is to be mounted",
+     "begins with /"),
     ("slurm", {"jobs": {"cpus": 0}}, "jobs.cpus: expected at least 1, got 0", "give jobs.cpus"),
     ("slurm", {"jobs": {"env": {"A B": "1"}}}, "jobs.env: 'A B' is no variable's name", "HF_TOKEN"),
     ("slurm", {"jobs": {"env": {"A": True}}}, "jobs.env.A is True, not a text", "put it in quotes"),
+    ("slurm", {"jobs": {"env": {"A": "x\0"}}}, "jobs.env.A is 'x\\x00', not a text", "in quotes"),
     ("slurm", {"jobs": {"secrets": ["$(ls)"]}}, "jobs.secrets: '$(ls)' is no", "HF_TOKEN"),
     ("slurm", {"jobs": [1]}, "jobs is not a mapping", "key: value"),
     ("slurm", {"jobs": {"train": 3}}, "jobs.train is not a mapping", "key: value"),
@@ -308,6 +312,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("slurm", {"build": {"output_dir": None}}, "section build: missing --output-dir", "give it"),
     ("slurm", {"jobs": {"data": {"server": "vllm serve BASE --port 8000"}}},
      "jobs.data.server without $port, and 4 shards", "--port $port"),
+    ("slurm", {"jobs": {"data": {"server": "cd x && serve --port $port"}}}, "the server's command"
+     " is 'cd x && serve --port $port', which is not one command", "into jobs.setup"),
+    ("slurm", {"jobs": {"data": {"server": "A=1 serve --port $port"}}}, "is not one command",
+     "variables into jobs.env"),
+    ("slurm", {"jobs": {"data": {"server": "serve '--port $port"}}}, "No closing quotation",
+     "close it"),
+    ("slurm", {"jobs": {"data": {"server": " "}}}, "the server's command is ''", "jobs.setup"),
+    ("slurm", {"data": {"base_url": "http://127.0.0.1:65533/v1"}}, "4 shards have one each up to"
+     " 65536", "at most 65532"),
     ("slurm", {"data": {"base_url": "http://far:8000/v1"}}, "data.base_url is 'http://far:8000/v1'",
      "http://127.0.0.1:8000/v1"),
     ("slurm", {"data": {"engine_dir": "e"}}, "jobs.data.server, and section data names 1 servers"
@@ -322,6 +335,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "jobs.serve.server and a section serve", "keep one"),
     ("slurm", {"serve": {"port": 0}}, "serve.port is 0", "a number"),
     ("slurm", {"jobs": {"before": ["prompts"]}}, "recipe prompts does not exist", "check the path"),
+    ("slurm", {"jobs": {"before": ["recipe one.yaml"]}}, "recipe one.yaml has jobs.before itself",
+     "list all of them in jobs.before"),
+    ("slurm", {"jobs": {"before": ["target recipe.yaml"] * 2}}, "specdec-convert of job prepare and"
+     " specdec-convert of job prepare both write out/target", "give each its own output"),
+    ("slurm", {"build": {"output_dir": "./out/ckpt"}}, "specdec-convert of job engine and"
+     " specdec-build of job engine both write out/ckpt", "give each its own output"),
+    ("slurm", {"serve": {"session_dir": "s"}}, "jobs.serve.replicas is 2, and serve.session_dir is"
+     " s", "leave one of them out"),
     ("k8s", {"jobs": {"storage": None, "image": None}, "serve": {"host": "127.0.0.1"}},
      "3 problems: (1) jobs.storage is missing", "(3) give serve.host 0.0.0.0"),
     ("skypilot", {"jobs": {"serve": {"gpu_type": None}}},
@@ -355,6 +376,12 @@ def test_the_output_folder_is_replaced_only_by_force(here: Path) -> None:
     assert (done.returncode, "0 recipes are given, not one" in done.stderr) == (2, True)
     done = run_cli_here("recipe", here / "none.yaml", *words[2:], "--force")
     assert (done.returncode, "none.yaml does not exist" in done.stderr) == (2, True)
+    os.mkfifo(here / "pipe")  # of which no second reader sees anything
+    done = run_cli_here("recipe", "pipe", *words[2:], "--force")
+    assert (done.returncode, "recipe pipe is no file" in done.stderr) == (2, True)
+    (here / "other.yaml").write_bytes(b"\xff")
+    done = run_cli_here("recipe", "other.yaml", *words[2:], "--force")
+    assert (done.returncode, "other.yaml is not readable" in done.stderr) == (2, True)
     (here / "other.yaml").write_text("run: {engine_dir: e}")
     done = run_cli_here("recipe", "other.yaml", *words[2:], "--force")
     assert (done.returncode, "no section that a job is made of" in done.stderr) == (1, True)
