@@ -335,16 +335,16 @@ class _Times:
         return bool(self._seconds[num_rows][size] or self._warming_seconds[num_rows][size])
 
     def make_grid(self) -> Grid:
-        """Return the least of each, which others have delayed least."""
+        """Return the lower quartile of each."""
         curves = {}
         for num_rows in sorted({*self._seconds, *self._warming_seconds}):
-            least_seconds: dict[int, float] = {}
+            low_seconds: dict[int, float] = {}
             for size in {*self._seconds[num_rows], *self._warming_seconds[num_rows]}:
                 measured = self._seconds[num_rows][size] or self._warming_seconds[num_rows][size]
                 if measured:
-                    least_seconds[size] = find_low(measured)
-            if least_seconds:
-                curves[num_rows] = smooth(least_seconds)
+                    low_seconds[size] = find_quartile(measured)
+            if low_seconds:
+                curves[num_rows] = smooth(low_seconds)
         return Grid((*sorted(curves.items()),)) if curves else NO_COSTS
 
     def find_noise(self) -> float:
@@ -358,10 +358,9 @@ class _Times:
         return statistics.median(ratios) if ratios else 1.0
 
 
-def find_low(seconds: Sequence[float]) -> float:
-    """Return the least but one: others only delay, and the very least may be chance."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) > 3]
+def find_quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile: others only delay, and of more steps the least is less."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _has_room(batch: Batch, num_tokens: int) -> bool:

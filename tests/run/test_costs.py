@@ -13,7 +13,7 @@ import pytest
 
 from specdec.decode import cost_keeping
 from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
-from specdec.decode.cost_measuring import FAR_POSITION, Measuring
+from specdec.decode.cost_measuring import FAR_POSITION, Measuring, find_quartile
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.suffix import SuffixDrafter
@@ -79,6 +79,17 @@ def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPat
     levels = [curve.sizes for _, curve in table.drafts[0].curves]
     assert levels == [(drafter.num_levels,), (drafter.num_levels,)]
     assert FAR_POSITION > 400
+
+
+def test_steps_that_are_timed_more_often_are_not_the_cheaper_for_that() -> None:
+    chance = np.random.default_rng(0)
+    few, many = (
+        np.mean([find_quartile((1 + chance.exponential(size=size)).tolist()) for _ in range(2000)])
+        for size in (16, 48)
+    )
+    assert many == pytest.approx(few, rel=0.03)
+    assert find_quartile([3.0]) == 3
+    assert find_quartile([9.0, 1.0, 2.0, 9.0, 9.0]) == 2
 
 
 def test_an_engine_without_drafters(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
