@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from specdec.run import drafts
 from specdec.run.drafts import COLOURS, MARKS, REJECTED, format_pieces, split_text
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import call, make_noisy_copy, run_cli_here, run_here
+from tests.forks import fork, run_main
 
 LIMIT = 40
 
@@ -123,21 +123,21 @@ def test_one_legend(folder: Path) -> None:
     assert shown.count("Drafts: ") == 1
 
 
-def test_colours_on_a_terminal_alone(folder: Path, tmp_path: Path) -> None:
+def test_colours_on_a_terminal_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file that is written besides has marks."""
-    command: list[Any] = [
-        sys.executable, "-m", "specdec", "run", "--engine-dir", folder / "pair",
-        "--draft-engine-dir", folder / "plain", "--draft-len", 3, "--input-text", "def a",
-        "--max-output-len", LIMIT, "--end-id", 127, "--show-drafts",
-        "--output-file", tmp_path / "out.txt",
+    command = [
+        "run", "--engine-dir", folder / "pair", "--draft-engine-dir", folder / "plain",
+        "--draft-len", 3, "--input-text", "def a", "--max-output-len", LIMIT, "--end-id", 127,
+        "--show-drafts", "--output-file", tmp_path / "out.txt",
     ]  # fmt: skip
+    monkeypatch.delenv("NO_COLOR", raising=False)
     ours, theirs = os.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     try:
-        with subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=theirs,
-            stderr=subprocess.PIPE, env=environment | {"TERM": "xterm"},
-        ) as process:  # fmt: skip
+        with fork(
+            lambda: run_main(*command), {"TERM": "xterm"}, stdin=subprocess.DEVNULL, stdout=theirs
+        ) as process:
             os.close(theirs)
             shown = b""
             while True:
@@ -149,7 +149,7 @@ def test_colours_on_a_terminal_alone(folder: Path, tmp_path: Path) -> None:
                     break
                 shown += piece
             assert process.stderr is not None
-            told = process.stderr.read().decode()
+            told = process.stderr.read()
         assert process.returncode == 0, told
     finally:
         os.close(ours)

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -40,9 +39,9 @@ from tests.conftest import (
     make_medusa_heads,
     make_mtp_head,
     read_error_lines,
-    run_cli,
 )
 from tests.engines import call, make_noisy_copy, run_cli_here, start_cli
+from tests.forks import fork, run_main
 from tests.methods import use_method
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
@@ -245,16 +244,22 @@ def list_texts(report: dict[str, Any]) -> list[list[int]]:
     return [output["output_ids"] for output in report["outputs"]]
 
 
-def test_the_command_starts_the_other_rank(folder: Path, tmp_path: Path) -> None:
+def test_the_command_starts_the_other_rank(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one begins anew, which the other tests spare."""
+    monkeypatch.setattr(ranks_module, "subprocess", subprocess)
     flags = ["--input-file", write_prompts(tmp_path / "p.jsonl", 3), "--json"]
     flags += ["--max-output-len", 12, "--device", "cpu", "--draft-engine-dir", folder / "draft-tp1"]
     joined = ["--draft-target-model-config", "[4,[0],[0,1],True]"]
-    done = run_cli("run", "--engine-dir", folder / "target-tp2", *flags, *joined)
-    assert done.returncode == 0, done.stderr
-    assert "target devices [0, 1]: running on the CPU" in done.stderr
-    report = json.loads(done.stdout)
+    command = ["run", "--engine-dir", folder / "target-tp2", *flags]
+    process = fork(lambda: run_main(*command, *joined))
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "target devices [0, 1]: running on the CPU" in err
+    report = json.loads(out)
     assert report["stats"]["tp_size"] == 2
-    assert done.stderr.splitlines().count("2 ranks") == 1, "rank 0 alone logs"
+    assert err.splitlines().count("2 ranks") == 1, "rank 0 alone logs"
     expected = load(folder, "target", 1).generate(
         [
             Request(index=i, input_ids=[5, 6, 7 + i], max_output_len=12, end_ids=frozenset())
@@ -263,7 +268,7 @@ def test_the_command_starts_the_other_rank(folder: Path, tmp_path: Path) -> None
     )
     assert list_texts(report) == [r.output_ids for r in expected]
     joined[1] = "[4,[0],[0],True]"
-    failed = run_cli_here("run", "--engine-dir", folder / "target-tp2", *flags, *joined)
+    failed = run_cli_here(*command, *joined)
     assert failed.returncode == 1
     assert (
         "the target's device list [0] has 1 entries, its engine's tp_size is 2"
@@ -273,20 +278,20 @@ def test_the_command_starts_the_other_rank(folder: Path, tmp_path: Path) -> None
 
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
     """Rank 0 alone speaks, and both end well."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "-m", "specdec", "run", "--engine-dir", folder / "redrafter-tp2", "--device", "cpu",
-        "--input-file", write_prompts(tmp_path / "p.jsonl", 2), "--max-output-len", "9", "--json",
+    from torch.distributed import run as torchrun
+
+    words = [
+        "--nproc-per-node", "2", "-m", "specdec", "run", "--engine-dir", folder / "redrafter-tp2",
+        "--device", "cpu", "--input-file", write_prompts(tmp_path / "p.jsonl", 2),
+        "--max-output-len", "9", "--json",
     ]  # fmt: skip
-    done = subprocess.run(
-        [*map(str, command)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    process = fork(lambda: torchrun.main([*map(str, words)]), {"PYTHONPATH": str(ROOT)})
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    report = json.loads(out)
     assert report["stats"]["tp_size"] == 2
     assert [len(text) for text in list_texts(report)] == [9, 9]
-    assert "rank 1" not in done.stderr
+    assert "rank 1" not in err
 
 
 def start_command(
