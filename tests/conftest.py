@@ -23,7 +23,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -63,22 +64,36 @@ DRAFTER_NAMES = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Start a worker more than there are processors, unless the environment has a number.
+
+    Tests wait for servers, for other processes and for kernels that another worker compiles.
+    """
+    return (yield) + ("PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first, then those of many tests: little is left for the last worker alone."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in places), places
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (places.get(item.path, len(places)), -num_tests[item.path]))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let every other process of pytest-xdist import the modules of tests from the last on.
+    """Let each process of pytest-xdist import the modules of tests from another one on.
 
-    Byte code, with its rewritten assertions, is then made once for two: 7 s of a processor in a
+    Byte code, with its rewritten assertions, is then made once for all: 7 s of a processor in a
     new clone.
     """
-    worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
-    folders = [ROOT / name for name in session.config.args] if worker[-1] in "13579" else []
-    for file in sorted((f for folder in folders for f in folder.rglob("test_*.py")), reverse=True):
+    own = getattr(session.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    number, count = int(own["workerid"].removeprefix("gw")), own["workercount"]
+    folders = [ROOT / name for name in session.config.args] if number else []
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    first = len(files) * number // count
+    for file in files[first:] + files[:first]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # collection tells of it
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
