@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from .rows import TokenRows
 from .target import get_max_length
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .job import TrainingJob
     from .methods.base import TrainableDrafter
 
@@ -67,10 +70,10 @@ class AcceptanceMeter:
                 "lower --eval-output-len, or train with --eval-prompts 0",
             )
 
-    def check(self) -> None:
+    def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise SpecDecError where no engine can be made of this target and drafter."""
         try:
-            self._convert("--dry-run")
+            self._convert(weights, "--dry-run")
         except SpecDecError as error:
             raise SpecDecError(
                 f"--eval-prompts {self.settings.eval_prompts}: the acceptance could not be"
@@ -80,11 +83,11 @@ class AcceptanceMeter:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def measure(self) -> dict[str, Any]:
-        """Return the counts of `specdec-run` on the prompts with the drafter's present weights."""
+    def measure(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the counts of `specdec-run` on the prompts with these weights of the drafter."""
         checkpoint, engine = self.folder / "checkpoint", self.folder / "engine"
         try:
-            self._convert("--output-dir", str(checkpoint))
+            self._convert(weights, "--output-dir", str(checkpoint))
             call_stage(
                 "build",
                 [
@@ -116,12 +119,12 @@ class AcceptanceMeter:
             **{name: stats[name] for name in names},
         }
 
-    def _convert(self, *arguments: str) -> None:
+    def _convert(self, weights: Mapping[str, Tensor], *arguments: str) -> None:
         """Write the drafter and run `specdec-convert` on it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         drafter_folder = self.folder / "drafter"
         drafter_folder.mkdir(parents=True)
-        write_weights(drafter_folder, self.job, self.drafter)
+        write_weights(drafter_folder, self.job, self.drafter, weights)
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", str(self.folder / "checkpoint"))
         method = self.job.method

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError, name_extra, summarize
+from specdec.options import name_flag
 from specdec.system.mpi import check_meeting_place, find_launch
 from specdec.system.processes import keep_stdout_clean
 
@@ -24,11 +25,13 @@ def start_accelerator(settings: TrainSettings) -> Any:
             f"accelerate found devices of the kind {kind}, which cannot train a drafter here",
             "launch on GPUs or CPUs: torchrun --nproc-per-node N $(which specdec-train) ...",
         )
-    if settings.shard_target and accelerator.num_processes == 1:
-        raise UsageError(
-            "--shard-target has no effect in a training of one process",
-            "leave it out, or launch several: torchrun --nproc-per-node N $(which specdec-train)",
-        )
+    for name in ("shard_target", "shard_drafter"):
+        if getattr(settings, name) and accelerator.num_processes == 1:
+            raise UsageError(
+                f"{name_flag(name)} has no effect in a training of one process",
+                "leave it out, or launch several: torchrun --nproc-per-node N"
+                " $(which specdec-train)",
+            )
     return accelerator
 
 

@@ -18,9 +18,10 @@ from specdec.system.logs import get_logger
 
 from .loss import Measures
 from .methods.base import TrainableDrafter
-from .optimizer import check_states, compute_learning_rate, make_optimizers
+from .optimizer import check_states, compute_learning_rate, list_weights, make_optimizers
 from .rows import TokenRows, choose_rows
 from .settings import TrainSettings
+from .sharding import gather_states, gather_weights, shard_as, shard_drafter
 from .target import FrozenTarget, RowBatch, make_batch
 
 logger = get_logger(__name__)
@@ -31,14 +32,14 @@ class Hooks:
     """Functions that the loop calls; the defaults are for all but the main process.
 
     log: writes a line of progress. save: writes a checkpoint. finish: called after the last line.
-    measure_acceptance: called at every evaluation, on the main process. is_enough: returns whether
-    an evaluation ends the training, with one result on all processes.
+    measure_acceptance: called at every evaluation with the drafter's tensors, on the main process.
+    is_enough: returns whether an evaluation ends the training, with one result on all processes.
     """
 
     log: Callable[[dict[str, Any]], None] = lambda line: None
     save: Callable[[dict[str, Any]], None] = lambda checkpoint: None
     finish: Callable[[], None] = lambda: None
-    measure_acceptance: Callable[[], dict[str, Any]] | None = None
+    measure_acceptance: Callable[[Mapping[str, Tensor]], dict[str, Any]] | None = None
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
@@ -58,10 +59,14 @@ class Loop:
         self.settings, self.accelerator, self.hooks = settings, accelerator, hooks
         self.target, self.drafter = target, drafter
         self.train_rows, self.heldout_rows = train_rows, heldout_rows
-        optimizers = make_optimizers(settings, drafter)
-        self.model = accelerator.prepare_model(drafter, device_placement=False)
+        self.model: Any = drafter
+        if settings.shard_drafter and accelerator.num_processes > 1:
+            shard_drafter(drafter, accelerator.device, accelerator.num_processes)
+        else:
+            self.model = accelerator.prepare_model(drafter, device_placement=False)
         self.optimizers = {
-            key: accelerator.prepare_optimizer(optimizer) for key, optimizer in optimizers.items()
+            key: accelerator.prepare_optimizer(optimizer)
+            for key, optimizer in make_optimizers(settings, drafter).items()
         }
         self.rows_per_step = (
             settings.batch_size * settings.gradient_accumulation_steps * accelerator.num_processes
@@ -72,21 +77,36 @@ class Loop:
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; raise ValueError where it is not of this drafter."""
-        check_state(checkpoint, self.drafter.state_dict(), self.optimizers)
-        self.drafter.load_state_dict(checkpoint["drafter"])
+        tensors = self.drafter.state_dict()
+        check_state(checkpoint, tensors, self.optimizers)
+        self.drafter.load_state_dict({
+            name: shard_as(tensor, tensors[name]) for name, tensor in checkpoint["drafter"].items()
+        })  # fmt: skip
         for key, optimizer in self.optimizers.items():
+            weights = list_weights(optimizer)
+            states = {
+                index: {name: shard_as(tensor, weights[index]) for name, tensor in state.items()}
+                for index, state in checkpoint[key]["state"].items()
+            }
             # Numbers of the groups, such as the learning rate, come from the settings.
-            state = {**optimizer.state_dict(), "state": checkpoint[key]["state"]}
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
         self.step, self.num_tokens = checkpoint["step"], checkpoint["num_tokens"]
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """Return the drafter's tensors, whole on the main process; all processes call this."""
+        return gather_weights(self.drafter, keeps=self.accelerator.is_main_process)
 
     def _save(self) -> None:
         """Give a checkpoint to the hook, which writes it on the main process."""
+        is_main = self.accelerator.is_main_process
+        states = {
+            key: optimizer.state_dict()["state"] for key, optimizer in self.optimizers.items()
+        }
         self.hooks.save({
             "step": self.step,
             "num_tokens": self.num_tokens,
-            "drafter": dict(self.drafter.state_dict()),
-            **{key: optimizer.state_dict() for key, optimizer in self.optimizers.items()},
+            "drafter": self.gather_weights(),
+            **{key: {"state": gather_states(s, keeps=is_main)} for key, s in states.items()},
         })  # fmt: skip
 
     def run(self) -> dict[str, Any]:
@@ -155,10 +175,11 @@ class Loop:
         for i, batch in enumerate(batches):
             self._seed(step, i)
             features = self.target.read(batch)
-            # Processes add up gradients at the step's last batch alone.
-            accumulates = i < len(batches) - 1
+            # Processes add up gradients at the step's last batch alone, unless each keeps a part.
+            accumulates = i < len(batches) - 1 and not self.drafter.is_sharded
             with accelerator.no_sync(self.model) if accumulates else contextlib.nullcontext():
-                loss, packed = self.model(features, batch.mask, num_labels, measure)
+                with accelerator.autocast():
+                    loss, packed = self.model(features, batch.mask, num_labels, measure)
                 accelerator.backward(loss)
             sums = sums + packed.detach()
         measures = Measures.unpack(
@@ -237,7 +258,9 @@ class Loop:
                 indices = process_rows[start : start + size]
                 batch = make_batch(self.heldout_rows, indices, self.accelerator.device)
                 batch.mask[max(0, num_counted - start) :] = False  # another process counts these
-                sums = sums + self.model(self.target.read(batch), batch.mask, unit_counts, True)[1]
+                features = self.target.read(batch)
+                with self.accelerator.autocast():
+                    sums = sums + self.model(features, batch.mask, unit_counts, True)[1]
         self.model.train()
         total = self.accelerator.reduce(sums, reduction="sum")
         return Measures.unpack(total, self.drafter.num_positions).summarize() | {
@@ -249,9 +272,10 @@ class Loop:
         from accelerate.utils import broadcast_object_list
 
         outcome: list[Any] = [None]
+        weights = self.gather_weights() if self.settings.eval_prompts else {}
         if self.hooks.measure_acceptance is not None:
             try:
-                outcome = [self.hooks.measure_acceptance()]
+                outcome = [self.hooks.measure_acceptance(weights)]
             except SpecDecError as error:
                 outcome = [(error.message, error.hint)]
         if self.accelerator.num_processes > 1:

@@ -54,8 +54,20 @@ class Teacher:
         return logits.sub_(normalizers).exp_()
 
 
+@dataclasses.dataclass(frozen=True)
+class _LossOptions:
+    """Options of `compute_loss`."""
+
+    measure: bool
+    defers_gradients: bool
+
+
 class _LinearLoss(torch.autograd.Function):
-    """Loss whose gradients are computed with it, so that no logits are kept."""
+    """Loss whose gradients are computed with it, so that no logits are kept.
+
+    Deferred gradients are computed in the backward pass, from logits that are computed once more:
+    a matrix's gradient, as large as the matrix, is then there only while it is needed.
+    """
 
     @staticmethod
     def forward(
@@ -64,46 +76,87 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         label_weights: Tensor,
-        measure: bool,
         teacher: Teacher | None,
         second_weight: Tensor | None,
+        options: _LossOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = [weight] if second_weight is None else [weight, second_weight]
-        layer = _OutputLayer(weights, x.dtype)
-        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
-        ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
-        needs_weight_grads = [ctx.needs_input_grad[1], ctx.needs_input_grad[6]][: len(weights)]
+        needs_weight_grads = [ctx.needs_input_grad[1], ctx.needs_input_grad[5]][: len(weights)]
         needs_grad = ctx.needs_input_grad[0] or any(needs_weight_grads)
-        grad_x = torch.empty_like(x) if needs_grad else None  # [N, E + R]
-        grad_weights = [
-            torch.zeros_like(matrix, dtype=torch.float32) if needs_sum else None
-            for matrix, needs_sum in zip(weights, needs_weight_grads, strict=True)
-        ]
-        for chunk in _split_labels(x, weight, teacher):
-            result = _compute_chunk(layer, x, labels, chunk, teacher, measure=measure)
-            losses[chunk] = result.losses
-            if result.ranks is not None:
-                ranks[chunk] = result.ranks
-            if grad_x is not None:
-                gradient = result.differentiate(label_weights[chunk, None]).to(x.dtype)  # [C, V]
-                grad_x[chunk] = layer.multiply_transposed(gradient)
-                for gradient_sum, inputs in zip(grad_weights, layer.split(x[chunk]), strict=True):
-                    if gradient_sum is not None:
-                        gradient_sum += gradient.T @ inputs
-            del result  # frees its [C, V] before the next chunk
-        ctx.save_for_backward(grad_x, *grad_weights)
+        computes_now = needs_grad and not options.defers_gradients
+        gradients = _Gradients(x, weights, needs_weight_grads) if computes_now else None
+        losses, ranks = _walk_chunks(
+            x, weights, labels, label_weights, teacher, gradients, measure=options.measure
+        )
         ctx.dtypes = [matrix.dtype for matrix in weights]
+        if gradients is not None:
+            ctx.save_for_backward(gradients.grad_x, *gradients.sums)
+        elif needs_grad:
+            ctx.save_for_backward(x, labels, label_weights, *weights)
+            ctx.needs_weight_grads, ctx.teacher = needs_weight_grads, teacher
+            kind = x.device.type
+            ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.defers = options.defers_gradients
         ctx.mark_non_differentiable(losses, ranks)
         return (losses * label_weights).sum(), losses, ranks
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, *sums = ctx.saved_tensors
+        if ctx.defers:
+            x, labels, label_weights, *weights = ctx.saved_tensors
+            gradients = _Gradients(x, weights, ctx.needs_weight_grads)
+            kind, dtype, is_autocast = ctx.autocast
+            with torch.autocast(kind, dtype, enabled=is_autocast):
+                _walk_chunks(
+                    x, weights, labels, label_weights, ctx.teacher, gradients, measure=False
+                )
+            grad_x, sums = gradients.grad_x, gradients.sums
+        else:
+            grad_x, *sums = ctx.saved_tensors
+        scale = Tensor.mul_ if ctx.defers else Tensor.mul  # saved tensors may be read again
         grad_weight, grad_second_weight = [
-            None if gradient_sum is None else (gradient_sum * grads[0]).to(dtype)
+            None if gradient_sum is None else scale(gradient_sum, grads[0]).to(dtype)
             for gradient_sum, dtype in zip(sums, ctx.dtypes, strict=True)
         ] + [None] * (2 - len(sums))
-        return grad_x * grads[0], grad_weight, None, None, None, None, grad_second_weight
+        return grad_x * grads[0], grad_weight, None, None, None, grad_second_weight, None
+
+
+class _Gradients:
+    """Gradients of the loss by x [N, E + R] and by the matrices that need theirs, summed up."""
+
+    def __init__(self, x: Tensor, weights: list[Tensor], needs_sums: list[bool]) -> None:
+        self.grad_x = torch.empty_like(x)
+        self.sums = [
+            torch.zeros_like(matrix, dtype=torch.float32) if needs_sum else None
+            for matrix, needs_sum in zip(weights, needs_sums, strict=True)
+        ]
+
+    def add(self, layer: _OutputLayer, x: Tensor, chunk: slice, gradient: Tensor) -> None:
+        """Add the gradient of a chunk's logits, [C, V]."""
+        self.grad_x[chunk] = layer.multiply_transposed(gradient)
+        for gradient_sum, inputs in zip(self.sums, layer.split(x[chunk]), strict=True):
+            if gradient_sum is not None:
+                gradient_sum += gradient.T @ inputs
+
+
+def _walk_chunks(
+    x: Tensor, weights: list[Tensor], labels: Tensor, label_weights: Tensor,
+    teacher: Teacher | None, gradients: _Gradients | None, *, measure: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the labels' losses and ranks, both [N]; add up their gradients where wanted."""
+    layer = _OutputLayer(weights, x.dtype)
+    losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
+    ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
+    for chunk in _split_labels(x, weights[0], teacher):
+        result = _compute_chunk(layer, x, labels, chunk, teacher, measure=measure)
+        losses[chunk] = result.losses
+        if result.ranks is not None:
+            ranks[chunk] = result.ranks
+        if gradients is not None:
+            gradient = result.differentiate(label_weights[chunk, None]).to(x.dtype)  # [C, V]
+            gradients.add(layer, x, chunk, gradient)
+        del result  # frees its [C, V] before the next chunk
+    return losses, ranks
 
 
 class _OutputLayer:
@@ -282,17 +335,25 @@ def compute_loss(
     measure: bool,
     teacher: Teacher | None = None,
     second_weight: Tensor | None = None,
+    defers_gradients: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum of the labels' losses, each label's loss, and each label's rank.
 
     x [N, E], or [N, E + R] with `second_weight` [V, R] beside the weight [V, E], labels and
     label_weights [N] -> scalar, [N], [N]. A loss is the label's cross-entropy and, as far as a
     teacher has a share, its loss from its distribution. Only the first result is
-    differentiable. Ranks are NOT_MEASURED unless `measure`. N may be 0. Fused linear and cross-
-    entropy as in https://arxiv.org/abs/2410.10989.
+    differentiable. Ranks are NOT_MEASURED unless `measure`. N may be 0. defers_gradients: whether
+    they are computed in the backward pass, to the same bits. Fused linear and cross-entropy as in
+    https://arxiv.org/abs/2410.10989.
     """
     results: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, label_weights, measure, teacher, second_weight
+        x,
+        weight,
+        labels,
+        label_weights,
+        teacher,
+        second_weight,
+        _LossOptions(measure, defers_gradients),
     )
     return results
 

@@ -70,9 +70,12 @@ def make_optimizers(
             "--optimizer muon: the drafter has no matrices but embeddings and output layers",
             "train with --optimizer adamw, or give the drafter layers",
         )
+    muon: type[torch.optim.Muon] = torch.optim.Muon
+    if drafter.is_sharded:
+        from .sharding import ShardedMuon as muon
     return {
         "optimizer": torch.optim.AdamW(others, **options),
-        "muon": torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw"),
+        "muon": muon(matrices, **options, adjust_lr_fn="match_rms_adamw"),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .job import TrainingJob
     from .methods.base import TrainableDrafter
 
@@ -25,11 +27,15 @@ def write_drafter(
     folder: Path,
     job: TrainingJob,
     drafter: TrainableDrafter,
+    weights: Mapping[str, Tensor],
     report: dict[str, Any],
     *,
     rows_per_step: int,
 ) -> None:
-    """Write all files of a drafter into `folder`; report: the results of the training."""
+    """Write all files of a drafter into `folder`; report: the results of the training.
+
+    weights: the drafter's tensors, whole.
+    """
     log = job.state.read_log()
     compute = {
         "dtype": job.dtype,
@@ -38,7 +44,7 @@ def write_drafter(
         "rows_per_step": rows_per_step,
         "model_max_length": job.max_length,
     }
-    hashes = write_weights(folder, job, drafter)
+    hashes = write_weights(folder, job, drafter, weights)
     copy_acceptance(job.state.folder, folder)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
@@ -54,11 +60,13 @@ def write_drafter(
     )
 
 
-def write_weights(folder: Path, job: TrainingJob, drafter: TrainableDrafter) -> dict[str, str]:
+def write_weights(
+    folder: Path, job: TrainingJob, drafter: TrainableDrafter, weights: Mapping[str, Tensor]
+) -> dict[str, str]:
     """Write the weights and config.json, which specdec-convert reads; return the sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
     infos, arrays = {}, {}
-    for name, tensor in {**drafter.state_dict(), **method.list_shared(target)}.items():
+    for name, tensor in {**weights, **method.list_shared(target)}.items():
         kind = dtype if tensor.is_floating_point() else "int64"  # d2t holds offsets of ids
         arrays[name] = to_array(tensor.detach().to("cpu", TORCH_DTYPES.get(kind)))
         infos[name] = TensorInfo(kind, tuple(tensor.shape))

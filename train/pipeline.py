@@ -199,6 +199,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         start_time = time.monotonic()
         evaluation = loop.run()
         loop.hooks.finish()
+        weights = loop.gather_weights()
         if folder is not None:
             report = {
                 "method": settings.method,
@@ -208,7 +209,9 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
                 "seconds": round(time.monotonic() - start_time, 1),
                 "eval": evaluation,
             }
-            write_drafter(folder, job, loop.drafter, report, rows_per_step=loop.rows_per_step)
+            write_drafter(
+                folder, job, loop.drafter, weights, report, rows_per_step=loop.rows_per_step
+            )
     if report is not None:
         job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
@@ -216,7 +219,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)
     # First the users of the connections end, then all processes meet, then the connections end. A
     # process that exits with open connections sometimes aborts.
-    del job, loop
+    del job, loop, weights
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -281,12 +284,12 @@ def start_loop(job: TrainingJob) -> Loop:
         hooks = dataclasses.replace(hooks, log=state.add_log, save=state.save_checkpoint)
         if settings.eval_prompts:
             meter = AcceptanceMeter(job, drafter)
-            meter.check()
+            meter.check(drafter.state_dict())
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
     loop = Loop(
         settings, accelerator, job.target, drafter, job.train_rows, job.heldout_rows, hooks
     )  # fmt: skip
-    checkpoint = state.load_checkpoint()
+    checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
     if checkpoint is not None:
         try:
             loop.restore(checkpoint)
@@ -372,5 +375,5 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
             raise UsageError(
                 f"accelerate was launched with {option} ({name}={value}), which has no effect here",
                 "launch with torchrun --nproc-per-node N $(which specdec-train) ...; --shard-target"
-                " splits a target that does not fit, --dtype says what to compute in",
+                " and --shard-drafter split what does not fit, --dtype says what to compute in",
             )

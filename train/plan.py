@@ -30,6 +30,7 @@ def plan_training(settings: TrainSettings) -> dict[str, Any]:
     from .loop import Hooks, Loop
     from .rows import prepare_rows
     from .setup import open_target, prepare_setup
+    from .sharding import estimate_bytes
     from .target import load_tokenizer
 
     accelerator = start_accelerator(settings)
@@ -63,6 +64,7 @@ def plan_training(settings: TrainSettings) -> dict[str, Any]:
         "rows_per_step": loop.rows_per_step,
         "training_tokens": training_tokens,
         "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
+        "drafter_bytes": estimate_bytes(drafter, loop.optimizers),
         "hidden_states_bytes": {
             name: data_tokens * plan.token_bytes + plan.table_bytes for name, plan in plans.items()
         },
@@ -141,3 +143,10 @@ def show_plan(report: dict[str, Any]) -> None:
         "plan: %d parameters are trained, the peak of memory was %.2f GB",
         report["drafter_parameters"], report["peak_memory_bytes"] / 1e9,
     )  # fmt: skip
+    sizes = report["drafter_bytes"]
+    logger.info(
+        "plan: weights, gradients and optimizer states take %.2f GB of each of several processes,"
+        " with --shard-drafter %s",
+        sizes["whole"] / 1e9,
+        ", ".join(f"{size / 1e9:.2f} GB of {count}" for count, size in sizes["sharded"].items()),
+    )

@@ -114,6 +114,11 @@ class TrainSettings:
         help="Split the target's layers over the processes, for a target that does not fit on"
         " one GPU.",
     )  # fmt: skip
+    shard_drafter: bool = LARGE_TARGETS(
+        False,
+        help="Split the drafter's weights, gradients and optimizer states over the processes, for"
+        " a large drafter: less memory, more communication. --plan counts both.",
+    )  # fmt: skip
     hidden_states_dir: Path | None = LARGE_TARGETS(
         help="Keep the target's hidden states in this folder. They are computed once; later"
         " runs read them and do not load the target's layers.", metavar="DIR",

@@ -31,8 +31,8 @@ UNCOMPARED_SETTINGS = frozenset(
     "model_dir data eval_data output_dir batch_size gradient_accumulation_steps save_steps"
     " eval_steps eval_rows eval_prompts eval_output_len stop_at_acceptance report_top_k"
     " logging_steps save_dtype sanity plan tracker max_disk"
-    " push_to_hub shard_target hidden_states_dir hidden_states_from hidden_states_layers resume"
-    " force json".split()
+    " push_to_hub shard_target shard_drafter hidden_states_dir hidden_states_from"
+    " hidden_states_layers resume force json".split()
 )
 
 FULL_DISK_HINT = "make room on its disk, then continue with --resume"
@@ -112,14 +112,19 @@ class TrainingState:
 
         self._write_aside(self._checkpoint, lambda path: torch.save(dict(checkpoint), path))
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the checkpoint on the CPU, or None where there is none."""
+    def load_checkpoint(self, *, maps: bool = False) -> dict[str, Any] | None:
+        """Return the checkpoint on the CPU, or None where there is none.
+
+        maps: whether its tensors stay in the file until they are read.
+        """
         if not self._checkpoint.is_file():
             return None
         import torch
 
         try:
-            return dict(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
+            return dict(
+                torch.load(self._checkpoint, map_location="cpu", weights_only=True, mmap=maps)
+            )
         except Exception:  # noqa: BLE001 - a damaged pickle raises any error
             raise self.refuse_checkpoint() from None
 

@@ -162,7 +162,7 @@ def test_depths_are_weighted_by_what_was_accepted(kind: str, weighting: str) -> 
     num_labels = drafter.count_labels(mask)
     with torch.no_grad():
         guesses = [
-            (x, labels, drafter.join_head(features, depth, x))
+            (x, labels, drafter.use_head(features, depth, x, lambda head_input: head_input))
             for depth, (x, labels) in enumerate(drafter.iterate_guesses(features, mask, num_labels))
         ]
         accepted = [measure_slowly(drafter, drafters.make_head(), guess) for guess in guesses]
@@ -244,7 +244,7 @@ def test_a_drafter_of_a_short_vocabulary_learns_what_is_accepted(name: str) -> N
         logits = drafter.norm(x) @ drafter.lm_head.weight.T
         target = (labels.hidden @ drafters.make_head().weight.T).softmax(1)[:, DRAFT_TOKENS]
         expected = expected + LOSSES[name](logits, target).sum() / num_labels[step]
-        found = drafter.measure_head(features, drafter.join_head(features, step, x), labels)
+        found = drafter.measure_position(features, step, x, labels)
         torch.testing.assert_close(found, compute_acceptance(logits, target).detach())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 

@@ -39,6 +39,10 @@ def test_a_plan_is_what_the_training_takes(
     assert planned["target_tokens_per_second"] > 0
     assert planned["hours"]["with_target"] > 0
     assert planned["peak_memory_bytes"] > 1e7
+    sizes = planned["drafter_bytes"]
+    assert sizes["whole"] == 20 * planned["drafter_parameters"]
+    assert sizes["sharded"]["8"] < sizes["sharded"]["2"] < sizes["whole"]
+    assert f"with --shard-drafter {sizes['sharded']['2'] / 1e9:.2f} GB of 2" in done.err
 
     trained = json.loads(
         run_train(

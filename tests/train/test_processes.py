@@ -1,4 +1,7 @@
-"""Several processes learn the drafter of one with as many rows a step, whatever the method."""
+"""Several processes learn the drafter of one with as many rows a step, whatever the method.
+
+Each holds the drafter, or a shard of it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ KINDS = {
     "eagle3": "--method eagle --eagle-version 3 --loss lk_hybrid --depth-weighting dpace",
     "p-eagle": "--method eagle --eagle-version 3 --eagle-parallel",
     "dflash": "--method dflash --dflash-block-size 4 --dflash-num-anchors 3",  # draws anchors
-    "mtp": "--method mtp",
+    "mtp": "--method mtp --optimizer muon",  # steps by whole matrices
     "redrafter": "--method redrafter --redrafter-num-layers 1",
 }
-KILLED = "dflash"  # which is killed in two processes, and goes on in one
+KILLED = "mtp"  # which is killed in two processes, and goes on in one, or split
 BASIC = (
     "--dtype float32 --model-max-length 32 --seed 3 --learning-rate 0.01 --eval-prompts 0"
     " --max-steps 2 --eval-rows 2 --save-steps 1 --save-dtype float32"
@@ -35,10 +38,15 @@ def train_all(folder: Path, inputs: list[str]) -> None:
     from accelerate import Accelerator
 
     Accelerator.end_training = lambda self: None  # the processes are needed once more
-    for name, flags in KINDS.items():
+
+    def train(kind: str, name: str, *flags: str) -> None:
         reset_accelerator()
-        words = [*inputs, *BASIC, *flags.split(), "--batch-size", "2", "--output-dir"]
-        command.main([*words, str(folder / f"two-{name}")], standalone_mode=False)
+        words = [*inputs, *BASIC, *KINDS[kind].split(), "--batch-size", "2", *flags]
+        command.main([*words, "--output-dir", str(folder / name)], standalone_mode=False)
+
+    for kind in KINDS:
+        train(kind, f"two-{kind}")
+        train(kind, f"split-{kind}", "--shard-drafter")
     take_step = loop.Loop.take_step
 
     def stop(self: Any, step: int, *, measure: bool) -> Any:
@@ -46,11 +54,12 @@ def train_all(folder: Path, inputs: list[str]) -> None:
             raise InterruptedError
         return take_step(self, step, measure=measure)
 
-    loop.Loop.take_step = stop
-    words = [*inputs, *BASIC, *KINDS[KILLED].split(), "--batch-size", "2", "--output-dir"]
-    reset_accelerator()
-    with pytest.raises(InterruptedError):
-        command.main([*words, str(folder / "killed")], standalone_mode=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Loop, "take_step", stop)
+        for name, flags in {"killed": ["--shard-drafter"], "stopped": []}.items():
+            with pytest.raises(InterruptedError):
+                train(KILLED, name, *flags)
+    train(KILLED, "stopped", "--shard-drafter", "--resume")
 
 
 def test_every_method_in_two_processes(
@@ -79,10 +88,14 @@ def test_every_method_in_two_processes(
     assert "--resume: not the same training: rows of a step is 3, was 4" in other.last_lines[0]
     resumed = run_train(*killed)
     assert "resumed at step 1" in resumed.err
-    pairs = {f"two-{name}": f"one-{name}" for name in KINDS} | {"killed": f"one-{KILLED}"}
+    pairs = {f"{way}-{name}": f"one-{name}" for name in KINDS for way in ("two", "split")}
+    pairs |= dict.fromkeys(("killed", "stopped"), f"one-{KILLED}")
     for name, one_name in pairs.items():
         (file,) = (tmp_path / name).glob("*.safetensors")
         expected = load_file(tmp_path / one_name / file.name)
+        # Muon computes in bfloat16: its steps, of 0.01 here, differ by some percent.
+        slack = 10 if "muon" in KINDS[one_name.removeprefix("one-")] else 1
         for key, tensor in load_file(file).items():
             error = float((tensor - expected[key]).abs().max())
-            assert error <= 2e-5 + 2e-3 * float(expected[key].abs().max()), (name, key, error)
+            limit = slack * (2e-5 + 2e-3 * float(expected[key].abs().max()))
+            assert error <= limit, (name, key, error)

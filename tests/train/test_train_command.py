@@ -253,6 +253,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(
         ("--method medusa --redrafter-num-layers 1", 2, "--redrafter-num-layers has no"),
         ("--method eagle --eagle-version 2", 2, "--eagle-version: '2' is not one of 1, 3"),
         ("--shard-target", 2, "--shard-target has no effect in a training of one process"),
+        ("--shard-drafter", 2, "--shard-drafter has no effect in a training of one process"),
         ("--push-to-hub me/heads", 1, "--push-to-hub me/heads: HF_TOKEN is not set"),
     ],
 )  # fmt: skip
@@ -306,6 +307,9 @@ def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) 
 
     def stop(self: Any, step: int, *, measure: bool) -> Any:
         measures = take_step(self, step, measure=measure)
+        states = [state for o in self.optimizers.values() for state in o.state.values()]
+        tensors = [*self.drafter.parameters(), *(t for state in states for t in state.values())]
+        held["drafter"] = sum(getattr(t, "to_local", lambda t=t: t)().numel() for t in tensors)
         if killed == step:
             raise InterruptedError
         return measures
@@ -344,6 +348,9 @@ def test_two_processes_learn_what_one_does(
             "--shard-target", "--eval-prompts", "1", "--eval-output-len", "8", "--eval-steps", "0",
         ],
         "states": ["--shard-target", "--hidden-states-dir", str(tmp_path / "hidden")],
+        "both": [
+            "--shard-target", "--shard-drafter", "--eval-prompts", "1", "--eval-output-len", "8",
+        ],
     }  # fmt: skip
     arguments = [str(a) for a in (*inputs, *options)]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -361,7 +368,8 @@ def test_two_processes_learn_what_one_does(
     alone = json.loads(one.out)
     reports = dict(zip(runs, map(json.loads, out.splitlines()), strict=True))
     # The engine's own processes do not take themselves for more of those that train.
-    assert reports["split"]["eval"]["acceptance"]["num_output_tokens"] == 8
+    for name in ("split", "both"):
+        assert reports[name]["eval"]["acceptance"]["num_output_tokens"] == 8
     expected = read_weights(tmp_path / "one")
     for name, report in reports.items():
         assert report["tokens"] == alone["tokens"]
@@ -369,7 +377,8 @@ def test_two_processes_learn_what_one_does(
         assert abs(report["eval"]["loss"] - alone["eval"]["loss"]) < 1e-3
         for key, tensor in read_weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-5)
-    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in runs}) == 1
+    files = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in runs}
+    assert len({files[name] for name in runs if name != "both"}) == 1  # rounded otherwise
     assert "resumed at step 3" in err
     held, other = (
         dict(map(json.loads, (tmp_path / f"held-{rank}.jsonl").read_text().splitlines()))
@@ -378,7 +387,8 @@ def test_two_processes_learn_what_one_does(
     assert held == other
     # Rows of a weight are given out whole, and all weights here have an even number of them.
     assert held["split"]["target"] * 2 == held["whole"]["target"]
-    assert held["states"]["target"] * 2 == held["whole"]["target"]
+    assert held["states"]["target"] * 2 == held["both"]["target"] * 2 == held["whole"]["target"]
+    assert 0.5 <= held["both"]["drafter"] / held["whole"]["drafter"] < 0.51  # but for steps
     assert len(list((tmp_path / "hidden").glob("*-0*.safetensors"))) % 2 == 1
 
 

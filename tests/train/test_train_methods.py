@@ -265,7 +265,7 @@ def test_training_stops_at_the_acceptance_that_was_asked_for(
 ) -> None:
     lengths = [1.2, 1.5, 9.0]
     monkeypatch.setattr(
-        acceptance.AcceptanceMeter, "measure", lambda self: {
+        acceptance.AcceptanceMeter, "measure", lambda self, weights: {
             "prompts": 1, "max_output_len": 4, "dtype": "float32", "num_output_tokens": 4,
             "num_verify_steps": 2, "acceptance_length": lengths.pop(0), "acceptance_rate": 0.5,
         },
@@ -283,7 +283,7 @@ def test_training_stops_at_the_acceptance_that_was_asked_for(
 def test_a_measurement_that_fails_loses_nothing(
     train: Train, stages_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Any) -> None:
+    def fail(self: Any, weights: Any) -> None:
         raise SpecDecError("no memory is left", "buy some")
 
     with monkeypatch.context() as patch:

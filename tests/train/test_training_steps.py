@@ -388,7 +388,8 @@ def written(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
     drafter.register_buffer("d2t", torch.tensor([0, 7]))
     folder = tmp_path / "drafter"
     folder.mkdir()
-    output.write_drafter(folder, finished_job, drafter, REPORT, rows_per_step=8)
+    weights = drafter.state_dict()
+    output.write_drafter(folder, finished_job, drafter, weights, REPORT, rows_per_step=8)
     return folder, drafter
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from ..features import Features
 from ..loss import Teacher, compute_loss, measure_acceptances, measure_positions
 from ..settings import TrainSettings
 from ..target import FrozenTarget
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +84,32 @@ class ResidualBlock(torch.nn.Module):
         return x + silu(self.linear(x))
 
 
+class OutputLayer(torch.nn.Linear):
+    """Output layer of the drafter's own, without a bias, whose matrix a function uses.
+
+    The matrices of a sharded drafter are whole only within the forward pass of their module.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, use: Callable[[Tensor, Tensor], Result]
+    ) -> Result:
+        return use(x, self.weight)
+
+
 class TrainableDrafter(torch.nn.Module):
     """Network in training, whose parameters are named as in the written file.
 
-    A method overrides `draft_states` or `iterate_guesses`, and mostly `join_head`, or `forward`.
+    A method overrides `draft_states` or `iterate_guesses`, and mostly `use_head`, or `forward`.
+    Matrices are read within the forward pass of their modules, which all processes call equally
+    often: those of a sharded drafter are gathered there.
     """
 
     output_layers: tuple[str, ...] = ()  # names of matrices with a row for each token
     row_seeds: Sequence[int] = ()  # of the batch's rows, for `draw_uniform`
+    is_sharded = False  # by `sharding.shard_drafter`
 
     def __init__(
         self, settings: TrainSettings, *, num_positions: int, loss_decay: float, vocab_size: int
@@ -148,11 +168,16 @@ class TrainableDrafter(torch.nn.Module):
             labels = self.find_labels(features, mask, num_labels, position)
             yield states[labels.mask], labels
 
-    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
-        """Return the output layer of a position: the target's; x: [N, D or more], as guessed."""
+    def use_head(
+        self, features: Features, position: int, x: Tensor, use: Callable[[HeadInput], Result]
+    ) -> Result:
+        """Return what a function makes of a position's output layer and its input.
+
+        Here the layer is the target's. x: [N, D or more], as guessed.
+        """
         head = features.head
         assert head is not None
-        return HeadInput(head.join_input(x), head.joint_weight)
+        return use(HeadInput(head.join_input(x), head.joint_weight))
 
     def make_teacher(
         self, features: Features, labels: Labels, draft_tokens: Tensor | None
@@ -172,8 +197,12 @@ class TrainableDrafter(torch.nn.Module):
 
         x: [N, D or more], the drafter's states at the labels.
         """
-        head_input = self.join_head(features, position, x)
-        return self.compute_head_loss(features, head_input, labels, measure=measure)
+        return self.use_head(
+            features, position, x,
+            lambda head_input: self.compute_head_loss(
+                features, head_input, labels, measure=measure
+            ),
+        )  # fmt: skip
 
     def compute_head_loss(
         self, features: Features, head_input: HeadInput, labels: Labels, *, measure: bool
@@ -183,6 +212,7 @@ class TrainableDrafter(torch.nn.Module):
         if head_input.draft_tokens is not None:
             # Labels are the target's choices among the draft tokens, not the text's tokens.
             tokens = torch.zeros_like(tokens)
+        weights = (head_input.weight, head_input.second_weight)
         return compute_loss(
             head_input.x,
             head_input.weight,
@@ -191,7 +221,19 @@ class TrainableDrafter(torch.nn.Module):
             measure=measure,
             teacher=self.make_teacher(features, labels, head_input.draft_tokens),
             second_weight=head_input.second_weight,
+            # A gradient that waited for the backward pass would be whole all that time.
+            defers_gradients=self.is_sharded
+            and any(weight is not None and weight.requires_grad for weight in weights),
         )
+
+    def measure_position(
+        self, features: Features, position: int, x: Tensor, labels: Labels
+    ) -> Tensor:
+        """Return `measure_head` of a position; x: [N, D or more], as guessed."""
+        return self.use_head(
+            features, position, x,
+            lambda head_input: self.measure_head(features, head_input, labels),
+        )  # fmt: skip
 
     def measure_head(self, features: Features, head_input: HeadInput, labels: Labels) -> Tensor:
         """Return the probability that each label's draft token is accepted, [N]."""
@@ -218,7 +260,7 @@ class TrainableDrafter(torch.nn.Module):
             return guesses
         with torch.no_grad():
             acceptances = [
-                self.measure_head(features, self.join_head(features, position, x), labels)
+                self.measure_position(features, position, x, labels)
                 for position, (x, labels) in enumerate(guesses)
             ]
         all_labels = self.weigh_depths(acceptances, [labels for _, labels in guesses])

@@ -23,7 +23,7 @@ heads, G queries of a K/V head, H head size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,15 @@ from specdec.options import as_options
 from ..features import Features
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import HeadInput, Labels, TrainableDrafter, TrainingMethod, choose_mask_token
+from .base import (
+    HeadInput,
+    Labels,
+    OutputLayer,
+    Result,
+    TrainableDrafter,
+    TrainingMethod,
+    choose_mask_token,
+)
 from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
 
 GOLDEN_RATIO = 0.6180339887  # multiples of it, without their whole parts, spread evenly
@@ -75,9 +83,9 @@ class DFlashAttention(Projections):
 
     def _project(self, x: Tensor, angles: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return keys and values [..., K, H] of x [..., D]."""
-        shape = (*x.shape[:-1], -1, self.head_size)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), *angles)
-        values: Tensor = self.v_proj(x).view(shape)
+        heads = (-1, self.head_size)
+        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *angles)
+        values: Tensor = self.v_proj(x).unflatten(-1, heads)
         return keys, values
 
     def forward(self, x: Tensor, context: Tensor, is_hidden: Tensor, angles: Angles) -> Tensor:
@@ -87,10 +95,10 @@ class DFlashAttention(Projections):
         """
         keys, values = self._project(x, angles.blocks)  # [B, A, S, K, H]
         context_keys, context_values = self._project(context, angles.context)  # [B, T, K, H]
-        num_rows, num_anchors, size, num_heads, width = keys.shape
-        queries = self.q_norm(self.q_proj(x).view(num_rows, num_anchors, size, -1, width))
+        num_heads, width = keys.shape[-2:]
+        queries = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width)))
         queries = rotate(queries, *angles.blocks) * width**-0.5
-        queries = queries.view(num_rows, num_anchors, size, num_heads, -1, width)
+        queries = queries.unflatten(-2, (num_heads, -1))
         context_scores = torch.einsum("basngh,btnh->bngast", queries, context_keys)
         context_scores = context_scores.float().masked_fill(
             is_hidden[:, None, None, :, None], -torch.inf
@@ -104,7 +112,7 @@ class DFlashAttention(Projections):
         mixed_values = mixed_values + torch.einsum(
             "bngasr,barnh->basngh", weights[..., num_context:], values
         )
-        result: Tensor = self.o_proj(mixed_values.reshape(num_rows, num_anchors, size, -1))
+        result: Tensor = self.o_proj(mixed_values.flatten(3))
         return result
 
 
@@ -130,7 +138,7 @@ class MarkovHead(torch.nn.Module):
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = torch.nn.Embedding(vocab_size, rank)
-        self.markov_w2 = make_linear(rank, vocab_size)
+        self.markov_w2 = OutputLayer(rank, vocab_size)
         torch.nn.init.normal_(self.markov_w1.weight, std=0.02)
         torch.nn.init.zeros_(self.markov_w2.weight)
 
@@ -253,12 +261,17 @@ class DFlash(TrainableDrafter):
                 ),
             )
 
-    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
+    def use_head(
+        self, features: Features, position: int, x: Tensor, use: Callable[[HeadInput], Result]
+    ) -> Result:
         assert features.head is not None
-        second_weight = (
-            self.markov_head.markov_w2.weight if self.options.dflash_markov_rank else None
+        head_weight = features.head.joint_weight
+        if not self.options.dflash_markov_rank:
+            return use(HeadInput(x, head_weight))
+        result: Result = self.markov_head.markov_w2(
+            x, lambda x, weight: use(HeadInput(x, head_weight, weight))
         )
-        return HeadInput(x, features.head.joint_weight, second_weight)
+        return result
 
 
 def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:

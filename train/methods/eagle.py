@@ -22,7 +22,7 @@ Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,15 @@ from ..draft_vocabulary import choose_draft_tokens
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import HeadInput, Labels, TrainableDrafter, TrainingMethod, choose_mask_token
+from .base import (
+    HeadInput,
+    Labels,
+    OutputLayer,
+    Result,
+    TrainableDrafter,
+    TrainingMethod,
+    choose_mask_token,
+)
 
 # Rotary scalings with which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
@@ -89,10 +97,10 @@ class EagleAttention(Projections):
 
         cos, sin: [T_i, 1, H].
         """
-        shape = (*x.shape[:2], -1, self.head_size)
-        queries = rotate(self.q_proj(x).view(shape), cos, sin)
-        keys = rotate(self.k_proj(x).view(shape), cos, sin)
-        values = self.v_proj(x).view(shape).to(queries.dtype)
+        heads = (-1, self.head_size)
+        queries = rotate(self.q_proj(x).unflatten(-1, heads), cos, sin)
+        keys = rotate(self.k_proj(x).unflatten(-1, heads), cos, sin)
+        values = self.v_proj(x).unflatten(-1, heads).to(queries.dtype)
         history.append((keys.transpose(1, 2), values.transpose(1, 2)))
         attended = attend(
             queries,
@@ -218,12 +226,12 @@ class TrainablePairDrafter(TrainableDrafter):
         for step in range(self.num_positions):
             num_places = max(0, features.tokens.shape[1] - 2 - step)
             state = state[:, :num_places]
-            if num_places:
-                embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
-                if step:
-                    embedded, state = self.choose_next_pair(embedded, state)
-                x = self.join_pair(embedded, state)
-                state = self.finish_state(self.run_layers(x, embedded, history, step))
+            # Layers run for no places, too: other processes wait for this one to gather them.
+            embedded = features.embedded[:, 1 + step : 1 + step + num_places].to(state.dtype)
+            if step:
+                embedded, state = self.choose_next_pair(embedded, state)
+            x = self.join_pair(embedded, state)
+            state = self.finish_state(self.run_layers(x, embedded, history, step))
             guesses.append(state)
         return guesses
 
@@ -326,7 +334,7 @@ class Eagle3(Eagle):
         self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
         self._add_layers(is_eagle3=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
-        self.lm_head = make_linear(model.hidden_size, params.draft_vocab_size)
+        self.lm_head = OutputLayer(model.hidden_size, params.draft_vocab_size)
         weight = head.weight
         if draft_tokens is not None:
             weight = weight[draft_tokens.to(weight.device)]
@@ -370,12 +378,17 @@ class Eagle3(Eagle):
         """Return the state alone, as the embedding joins it inside of the first layer."""
         return state
 
-    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
+    def use_head(
+        self, features: Features, position: int, x: Tensor, use: Callable[[HeadInput], Result]
+    ) -> Result:
         x = x if self.params.norm_output else self.norm(x)
         draft_tokens = None
         if self.d2t is not None:
             draft_tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        return HeadInput(x, self.lm_head.weight, draft_tokens=draft_tokens)
+        result: Result = self.lm_head(
+            x, lambda x, weight: use(HeadInput(x, weight, draft_tokens=draft_tokens))
+        )
+        return result
 
 
 def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:

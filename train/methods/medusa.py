@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden, N labels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,14 @@ from specdec.options import as_options
 from ..features import Features, OutputHead
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import HeadInput, ResidualBlock, TrainableDrafter, TrainingMethod
+from .base import (
+    HeadInput,
+    OutputLayer,
+    ResidualBlock,
+    Result,
+    TrainableDrafter,
+    TrainingMethod,
+)
 
 
 class Medusa(TrainableDrafter):
@@ -44,7 +51,7 @@ class Medusa(TrainableDrafter):
             for block in blocks:
                 torch.nn.init.zeros_(block.linear.weight)
                 torch.nn.init.zeros_(block.linear.bias)
-            output = torch.nn.Linear(hidden_size, vocab_size, bias=False)
+            output = OutputLayer(hidden_size, vocab_size)
             output.weight.data = head.weight.detach().float() * head.scale
             self.add_module(str(number), torch.nn.Sequential(*blocks, output))
         self.output_layers = tuple(
@@ -56,12 +63,14 @@ class Medusa(TrainableDrafter):
         num_places = features.hidden.shape[1] - 2
         return [features.hidden[:, : max(0, num_places - i)] for i in range(self.num_positions)]
 
-    def join_head(self, features: Features, position: int, x: Tensor) -> HeadInput:
+    def use_head(
+        self, features: Features, position: int, x: Tensor, use: Callable[[HeadInput], Result]
+    ) -> Result:
         *blocks, output = self.get_submodule(str(position)).children()
         for block in blocks:
             x = block(x)
-        assert isinstance(output.weight, Tensor)  # [V, D]
-        return HeadInput(x, output.weight)
+        result: Result = output(x, lambda x, weight: use(HeadInput(x, weight)))
+        return result
 
 
 def build_medusa(settings: TrainSettings, target: FrozenTarget) -> Medusa:

@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden, E exit dimension, N labels, V vocabulary, P 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,15 @@ from ..features import Features, TargetShape
 from ..loss import measure_positions
 from ..settings import TrainSettings
 from ..target import FrozenTarget
-from .base import HeadInput, Labels, ResidualBlock, TrainableDrafter, TrainingMethod
+from .base import (
+    HeadInput,
+    Labels,
+    OutputLayer,
+    ResidualBlock,
+    Result,
+    TrainableDrafter,
+    TrainingMethod,
+)
 
 
 class RecurrentDrafter(TrainableDrafter):
@@ -47,7 +55,7 @@ class RecurrentDrafter(TrainableDrafter):
             self.input_proj = torch.nn.Linear(2 * shape.hidden_size, self.exit_dim)
         self.lm_head = torch.nn.Sequential(
             *(ResidualBlock(self.exit_dim) for _ in range(self.num_layers)),
-            torch.nn.Linear(self.exit_dim, shape.vocab_size, bias=False),
+            OutputLayer(self.exit_dim, shape.vocab_size),
         )
         self.output_layers = (f"lm_head.{self.num_layers}.weight",)
         if self.is_rnn:
@@ -70,6 +78,12 @@ class RecurrentDrafter(TrainableDrafter):
             states.append(state)
         return states
 
+    def use_head(
+        self, features: Features, position: int, x: Tensor, use: Callable[[HeadInput], Result]
+    ) -> Result:
+        result: Result = self.lm_head[-1](x, lambda x, weight: use(HeadInput(x, weight)))
+        return result
+
     def forward(
         self, features: Features, mask: Tensor, num_labels: Tensor, measure: bool
     ) -> tuple[Tensor, Tensor]:
@@ -85,17 +99,16 @@ class RecurrentDrafter(TrainableDrafter):
         x = torch.cat(inputs)  # [N, 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
-        *blocks, output = self.lm_head.children()
+        *blocks, _ = self.lm_head.children()
         for block in blocks:
             x = block(x)  # [N, E]
-        assert isinstance(output.weight, Tensor)  # [V, E]
-        head_input = HeadInput(x, output.weight)
         if self.depth_weighting in MEASURED_WEIGHTINGS:
-            acceptances = self.measure_head(features, head_input, join_labels(step_labels))
+            with torch.no_grad():
+                acceptances = self.measure_position(features, 0, x, join_labels(step_labels))
             sizes = [len(labels.tokens) for labels in step_labels]
             step_labels = self.weigh_depths(torch.split(acceptances, sizes), step_labels)
-        loss, losses, ranks = self.compute_head_loss(
-            features, head_input, join_labels(step_labels), measure=measure
+        loss, losses, ranks = self.compute_position_loss(
+            features, 0, x, join_labels(step_labels), measure=measure
         )
         masks = [labels.mask for labels in step_labels]
         return loss, measure_positions(losses, ranks, masks, self.max_k).pack()
