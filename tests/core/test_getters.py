@@ -68,6 +68,7 @@ def list_calls(method: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
 def test_what_looks_on_changes_nothing() -> None:
     """`stream.output` ended the text that it was to show."""
     methods = list(list_methods())
+    calls = [list(list_calls(method)) for *_, method in methods]
     changing = {
         (path, owner, m.name) for path, owner, m in methods
         if m.name != "__init__" and changes_self(m)
@@ -76,21 +77,20 @@ def test_what_looks_on_changes_nothing() -> None:
     while size < len(changing):  # methods that call such methods of their own class
         size = len(changing)
         changing |= {
-            (path, owner, m.name) for path, owner, m in methods
-            if any(own and (path, owner, name) in changing for name, own in list_calls(m))
+            (path, owner, m.name) for (path, owner, m), called in zip(methods, calls, strict=True)
+            if any(own and (path, owner, name) in changing for name, own in called)
         }  # fmt: skip
     names = {name for _, _, name in changing} - BUILTIN
     wrong = []
-    for path, owner, method in methods:
+    for (path, owner, method), called in zip(methods, calls, strict=True):
         decorators = [ast.unparse(one) for one in method.decorator_list]
         is_getter = any("property" in one for one in decorators) or method.name in SHOWN
         if not is_getter and not method.name.startswith(READING):
             continue
-        calls = list(list_calls(method))
         if (
             changes_self(method)
-            or any(own and (path, owner, name) in changing for name, own in calls)
-            or (is_getter and any(not own and name in names for name, own in calls))
+            or any(own and (path, owner, name) in changing for name, own in called)
+            or (is_getter and any(not own and name in names for name, own in called))
         ):
             wrong.append(f"{path}: {owner}.{method.name}")
     assert not wrong, "\n".join(wrong)
