@@ -7,9 +7,10 @@
 llama.cpp's own quantizer writes the model in each type, one at a time, and the file is deleted when
 it has been measured. Both then continue one prompt greedily, by turns, in processes that have the
 file loaded, with the prompt's time counted: the medians of tokens per second and of the turns'
-ratios, with the lowest and the highest. Beside these stand a verify step of 4 and 8 tokens in steps
-of one, and the peak memory of `specdec run` and of llama-server, mapped file included. Types that
-the quantizer refuses are told with its reason.
+ratios, with the lowest and the highest. So is a prompt of --prompt tokens read. Beside these
+stand a step of one token, a verify step of 4 and 8 in steps of one, and the peak memory of
+`specdec run` and of llama-server, mapped file included. Types that the quantizer refuses are told
+with its reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,27 +110,43 @@ def measure_file(file: Path, args: argparse.Namespace) -> Row:
 
 
 def take_turns(bench: Bench, server: Server, args: argparse.Namespace) -> Row:
-    """Return tokens per second of both, and the ratios of the turns."""
+    """Return tokens per second of both, written and read, and the ratios of the turns."""
     prompt = bench.tokenizer.encode(PROMPT)
-    request = Request(index=0, input_ids=prompt, max_output_len=args.tokens, end_ids=frozenset())
+    long_prompt = (prompt * -(-args.prompt // len(prompt)))[: args.prompt]
 
-    def decode_here() -> int:
+    def time_here(input_ids: list[int], max_output_len: int) -> float:
+        request = Request(
+            index=0, input_ids=input_ids, max_output_len=max_output_len, end_ids=frozenset()
+        )
+        began = time.perf_counter()
         (result,) = bench.decode([request], bench.plain, 1, Timing())
-        return len(result.output_ids)
+        assert len(result.output_ids) == max_output_len
+        return time.perf_counter() - began
 
-    def decode_there() -> int:
-        return int(server.complete(prompt, args.tokens, ends=False)["timings"]["predicted_n"])
+    def time_there(input_ids: list[int], max_output_len: int) -> float:
+        began = time.perf_counter()
+        answer = server.complete(input_ids, max_output_len, ends=False)
+        assert answer["timings"]["predicted_n"] == max_output_len
+        return time.perf_counter() - began
 
-    rates: dict[str, list[float]] = {"specdec": [], "llama.cpp": []}
-    turns = {"specdec": decode_here, "llama.cpp": decode_there}
+    written: dict[str, list[float]] = {"specdec": [], "llama.cpp": []}
+    read: dict[str, list[float]] = {name: [] for name in written}
+    turns = {"specdec": time_here, "llama.cpp": time_there}
     for number in range(args.rounds + 1):  # the first one warms up
         for name in list(turns)[:: -1 if number % 2 else 1]:
-            began = time.perf_counter()
-            count = turns[name]()
+            seconds = turns[name](prompt, args.tokens), turns[name](long_prompt, 1)
             if number:
-                rates[name].append(count / (time.perf_counter() - began))
-    ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-    return {"tokens_per_second": rates, "ratios": ratios}
+                written[name].append(args.tokens / seconds[0])
+                read[name].append(len(long_prompt) / seconds[1])
+    return {
+        "tokens_per_second": written, "ratios": divide_turns(written),
+        "prompt_tokens_per_second": read, "prompt_ratios": divide_turns(read),
+    }  # fmt: skip
+
+
+def divide_turns(rates: dict[str, list[float]]) -> list[float]:
+    """Return the first one's rate in each turn over the other's."""
+    return [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
 
 
 def measure_memory(engine: Path, file: Path, args: argparse.Namespace) -> int:
@@ -155,19 +172,21 @@ def read_peak(process: int) -> int:
 def format_table(rows: Sequence[Row]) -> str:
     """Return the types as a Markdown table."""
     head = (
-        "type", "file, MB", "specdec, tokens/s", "llama.cpp", "by turns", "steps of 4, 8",
-        "memory over the file, MB", "llama.cpp's",
+        "type", "file, MB", "specdec, tokens/s", "llama.cpp", "by turns", "prompt, tokens/s",
+        "llama.cpp", "by turns", "step of 1, ms", "steps of 4, 8", "memory over the file, MB",
+        "llama.cpp's",
     )  # fmt: skip
     cells = []
     for row in rows:
         if "error" in row:
             cells.append([row["type"], row["error"], *[""] * (len(head) - 2)])
             continue
-        ours, theirs = (statistics.median(rates) for rates in row["tokens_per_second"].values())
-        ratios, steps = row["ratios"], row["step_ms"]
+        steps = row["step_ms"]
         cells.append([
-            row["type"], f"{row['file_mb']:.0f}", f"{ours:.1f}", f"{theirs:.1f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            row["type"], f"{row['file_mb']:.0f}",
+            *format_turns(row["tokens_per_second"], row["ratios"]),
+            *format_turns(row["prompt_tokens_per_second"], row["prompt_ratios"]),
+            f"{steps[1]:.1f}",
             ", ".join(f"{steps[size] / steps[1]:.2f}" for size in STEP_SIZES[1:]),
             f"{row['memory_mb'] - row['file_mb']:.0f}",
             f"{row['llama_memory_mb'] - row['file_mb']:.0f}",
@@ -175,34 +194,51 @@ def format_table(rows: Sequence[Row]) -> str:
     return lay_out(head, cells)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = models.make_parser(__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "gguf-types")
-    parser.add_argument("--model-dir", type=Path, required=True, help="a GGUF file")
-    parser.add_argument("--types", nargs="+", default=list(TYPES), metavar="TYPE")
+def format_turns(rates: dict[str, list[float]], ratios: list[float]) -> list[str]:
+    """Return three cells: the median rates of both, and the ratios of the turns."""
+    ours, theirs = map(statistics.median, rates.values())
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return [f"{ours:.1f}", f"{theirs:.1f}", spread]
+
+
+def make_common_parser(description: str | None, folder: Path) -> argparse.ArgumentParser:
+    """Return a parser with the options of every script that measures GGUF files."""
+    parser = models.make_parser(description)
+    parser.add_argument("--folder", type=Path, default=folder)
     parser.add_argument("--llama-bin", type=Path, default=PROGRAMS)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32, help="new ones, in each turn")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def report_rows(
+    measure: Callable[[argparse.Namespace], Iterator[Row]], args: argparse.Namespace, name: str
+) -> None:
+    """Measure, write a report with the conditions to --folder, and print the table."""
     import torch
 
-    args = make_parser().parse_args(words)
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)
     conditions, rows = Conditions(), []
-    for row in measure_types(args):
+    for row in measure(args):
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-    settings = {name: str(value) for name, value in vars(args).items()}
+    settings = {key: str(value) for key, value in vars(args).items()}
     write_json(
-        args.folder / f"gguf-types-{args.model_dir.stem}.json",
+        args.folder / f"{name}.json",
         conditions.describe() | {"settings": settings, "rows": rows},
     )
     print(format_table(rows))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = make_common_parser(__doc__, ROOT / "out" / "gguf-types")
+    parser.add_argument("--model-dir", type=Path, required=True, help="a GGUF file")
+    parser.add_argument("--types", nargs="+", default=list(TYPES), metavar="TYPE")
+    args = parser.parse_args(words)
+    report_rows(measure_types, args, f"gguf-types-{args.model_dir.stem}")
 
 
 if __name__ == "__main__":

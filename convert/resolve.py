@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.errors import UsageError
+from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import (
     MEDUSA,
     MEDUSA_FILES,
@@ -30,6 +30,11 @@ def open_model(name: str, flag: str, kind: str | None = MODEL) -> HfFolder:
     path = Path(name)
     if kind in (MODEL, MTP) and (file := find_gguf(path)) is not None:
         return GgufFolder(file)
+    if kind not in (MODEL, MTP) and path.is_file() and find_gguf(path) is not None:
+        raise SpecDecError(
+            f"{flag} {name} is a GGUF file, and of drafters only heads in a model's own are read",
+            "give the Hugging Face folder that the drafter was published as",
+        )
     weight_files = MEDUSA_FILES if kind in (MEDUSA, None) else ()
     if path.is_dir():
         if kind is not None:

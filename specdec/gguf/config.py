@@ -25,6 +25,7 @@ from .names import GRANITE_DENSE, GRANITE_SHARED, MISTRAL, MIXTRAL, READ, GgufAr
 
 CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
 STATEFUL = (*CONVOLVING, "granitehybrid")  # whose layers without keys have no heads of them
+ASSISTANT = "gemma4-assistant"
 SIGMOID = 2  # llama.cpp's number of a function of the router's outputs
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
 
@@ -37,6 +38,13 @@ def find_architecture(data: Metadata) -> GgufArchitecture:
             f"{data.path} is no model but what goes with one: {data.name} ({shorten(kind)})",
             "take the model's own file; specdec-convert --lora-dir merges a LoRA adapter as PEFT"
             " writes it",
+        )
+    if data.name == ASSISTANT:
+        raise SpecDecError(
+            f"{data.path} holds a Gemma 4's assistant ({ASSISTANT}), which is read from its Hugging"
+            " Face folder alone",
+            "give that folder as specdec-convert's --mtp-assistant-model-dir; llama.cpp's converter"
+            " leaves out the centroids of E2B's and E4B's",
         )
     if data.name not in READ:
         raise SpecDecError(

@@ -12,10 +12,11 @@ from benchmarks.run_all import list_steps, main, parse_args, run_steps
 
 BENCHMARKS = Path(run_all.__file__).parent
 # grow.py makes models, drafters.py drafters; run_all.py runs the others; field.py, gguf_types.py
-# and training_study.py need files that do not ship, scale.py is an account of a training.
+# and training_study.py need files that do not ship, family_speed.py llama.cpp's converter; scale.py
+# is an account of a training.
 NO_BENCHMARKS = {
-    "__init__", "field", "gguf_types", "grow", "drafters", "pace_share", "run_all", "scale",
-    "sessions", "training_study",
+    "__init__", "family_speed", "field", "gguf_types", "grow", "drafters", "pace_share", "run_all",
+    "scale", "sessions", "training_study",
 }  # fmt: skip
 
 

@@ -217,6 +217,12 @@ GGUF = [
          patch("model.gguf", 4, b"\3")),
     Case("take a file of a whole model", "gguf", put_gguf(without="token_embd.weight"), again),
     Case("these are: {}", "gguf", put_gguf(architecture="mamba"), put_gguf()),
+    Case("give that folder as specdec-convert's --mtp-assistant-model-dir; llama.cpp's converter"
+         " leaves out the centroids of E2B's and E4B's", "gguf",
+         put_gguf(architecture="gemma4-assistant"), put_gguf()),
+    Case("give the Hugging Face folder that the drafter was published as", "mtp_assistant",
+         [write("drafter.gguf", b"GGUF"), flags(mtp_assistant_model_dir=Path("drafter.gguf"))],
+         flags(mtp_assistant_model_dir=Path("drafter"))),
     Case("take the model's own file; specdec-convert --lora-dir merges a LoRA adapter as PEFT"
          " writes it", "gguf", put_gguf(general__type="adapter"), again),
     Case("take the Hugging Face folder that it was made from", "gguf",

@@ -481,6 +481,7 @@ def test_value_heads_are_dealt() -> None:
         ("qwen35", HYBRID | {"ssm_group_count": 4}, (),
          "ssm.time_step_rank 6 is no multiple of ssm.group_count 4"),
         ("gptneox", {}, (), "holds an architecture that is not read: gptneox"),
+        ("gemma4-assistant", {}, (), "holds a Gemma 4's assistant (gemma4-assistant)"),
         ("llama", {"type": "adapter"}, (), "is no model but what goes with one: llama ('adapter')"),
     ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.side_by_side.llama_files import convert_folder
 from benchmarks.side_by_side.workers.llama_cpp import Server
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import Request
@@ -188,17 +188,6 @@ def test_tokenizers(kind: str, start_server: Any, tmp_path: Path) -> None:
     assert not differ
 
 
-# Its converter knows no tokenizer but published ones.
-CONVERT = """
-import runpy, sys
-sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-sys.argv = sys.argv[1:]
-runpy.run_path(f"{sys.argv[0]}/convert_hf_to_gguf.py", run_name="__main__")
-"""
-
-
 def test_an_exported_head(
     run_server: Any, environments: Path, work: Path, prompts: Any, tmp_path: Path
 ) -> None:
@@ -220,11 +209,7 @@ def test_an_exported_head(
     exported = export_gguf(model, tmp_path / "head-gguf", *own)
     folder.mkdir()
     source = environments / "llama.cpp" / "source" / "vendor" / "llama.cpp"
-    subprocess.run(
-        [sys.executable, "-c", CONVERT, source, model, "--outtype", "f32", "--no-mtp",
-         "--outfile", folder / "model.gguf"],
-        check=True,
-    )  # fmt: skip
+    convert_folder(source, model, folder / "model.gguf", tmp_path / "log", "f32", "--no-mtp")
     plain, _ = run_server(model=folder)
     found, counters = run_server(*draft_with("draft-mtp", exported), model=folder)
     assert found == plain
