@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
 from specdec.model.rotary_scaling import TYPE_KEYS
@@ -78,6 +79,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Values that classes take whatever a text_config says.
 FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+WITHOUT_WINDOW = ("qwen3_vl_text", "qwen3_vl_moe_text")  # where the text model alone may have one
 
 
 def unwrap(folder: HfFolder) -> HfFolder:
@@ -100,6 +102,12 @@ def unwrap(folder: HfFolder) -> HfFolder:
         # transformers 5 ties by the wrapper's own key, earlier versions by the text model's.
         text["tie_word_embeddings"] = True
     kind, folder.config = text.get("model_type"), _complete(text)
+    if kind in WITHOUT_WINDOW and text.get("use_sliding_window"):
+        raise SpecDecError(
+            f"{folder.path}: use_sliding_window is {shorten(text['use_sliding_window'])}, and"
+            f" models of type {kind} have no window",
+            "remove the wrong one",
+        )
     groups = ", ".join(f"{group} {count}" for group, count in folder.left_out.items())
     logger.info(
         "%s: the text model of %s is taken; %d vision tensors are left out%s",

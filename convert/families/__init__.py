@@ -52,7 +52,25 @@ def find_family(folder: HfFolder) -> Family:
         description = f"model_type {shorten(model_type)}, with no architecture named beside it,"
     if family is None:
         raise refuse_unknown(folder, description)
+    other = _find_other(family, folder.config.get("model_type"))
+    if architectures and other is not None:
+        raise SpecDecError(
+            f"{folder.path}: architectures names {architectures[0]}, and model_type is"
+            f" {shorten(folder.config['model_type'])}, which is {other.architectures[0]}'s",
+            "correct the wrong one in its config.json: transformers goes by model_type",
+        )
     return family
+
+
+def _find_other(family: Family, model_type: object) -> Family | None:
+    """Return the family of a model_type that computes otherwise than this one; None if none does.
+
+    A type that is no family's contradicts none.
+    """
+    families = [f for f in FAMILIES.values() if model_type in (f.name, f.model_type)]
+    if not model_type or any(f.read_config is family.read_config for f in families):
+        return None
+    return families[0] if families else None
 
 
 def compare_modules(family: Family, tensors: Collection[str]) -> tuple[list[str], list[str]]:

@@ -114,16 +114,21 @@ def _name_types(types: Any) -> Any:
     return [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
 
 
+def _list_types(reader: ConfigReader) -> Any:
+    """Return the types that a config.json lists under either of their names; None for neither."""
+    names = ("layer_types", "layers_block_type")
+    types, earlier_types = (_name_types(reader.config.get(name)) for name in names)
+    if None not in (types, earlier_types) and types != earlier_types:
+        values = " and ".join(f"{name} {shorten(reader.config[name])}" for name in names)
+        reader.refuse(f"{values} disagree", "remove the wrong one")
+    return earlier_types if types is None else types
+
+
 def read_layers(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """Read which layers attend; all are of Mamba-2 where nothing tells."""
-    values = [reader.config.get(name) for name in ("layer_types", "layers_block_type")]
-    named_types = [types for types in values if types is not None]
-    types = named_types[0] if named_types else [MAMBA] * min(num_layers, MAX_MODULES)
-    if _name_types(types) != _name_types(named_types[-1] if named_types else types):
-        reader.refuse(
-            f"layer_types is {shorten(values[0])} and layers_block_type {shorten(values[1])}",
-            "remove the wrong one",
-        )
+    types = _list_types(reader)
+    if types is None:
+        types = [MAMBA for _ in range(min(num_layers, MAX_MODULES))]
     is_known = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     if not is_known or len(types) != num_layers or not {*types} <= {*LAYER_TYPES}:
         reader.refuse(

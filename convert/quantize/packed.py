@@ -114,8 +114,28 @@ def _pack_later(source_slice: SourceSlice, block: Block, num_bytes: int) -> Outp
     return OutputBlock(num_bytes, lambda: int4.pack(source_slice.read(block, "uint8")))
 
 
+def name_scales(folder: HfFolder, scheme: Scheme) -> None:
+    """Give the scales of FP8 ModelOpt's names, where transformers has written its own.
+
+    A scale of a block of weights keeps its name.
+    """
+    names = {".activation_scale": ".input_scale"}
+    if scheme.name == "fp8-static":
+        names[".weight_scale_inv"] = ".weight_scale"
+    if scheme.format.stored_as in (None, FP8):
+        folder.rename(
+            {
+                name: name.removesuffix(ending) + new_ending
+                for name in folder.tensors for ending, new_ending in names.items()
+                if name.endswith(ending)
+            },
+            left_out=(),
+        )  # fmt: skip
+
+
 def dequantize(folder: HfFolder, scheme: Scheme) -> HfFolder:
     """Return a folder that has plain weights in the place of quantized ones."""
+    name_scales(folder, scheme)
     matrices = open_matrices(folder, scheme)
     used_names = {name for matrix in matrices.values() for name in matrix.used_names}
     cache = [name for name in folder.tensors if name.endswith(KV_ENDINGS)]
@@ -184,6 +204,7 @@ def open_stored(folder: HfFolder, scheme: Scheme) -> tuple[HfFolder, StoredMatri
             " numbers",
             f"{DEQUANTIZE}; they take the bytes of an unquantized model",
         )
+    name_scales(folder, scheme)
     if scheme.stored_as == FP8:
         find_modules(folder, scheme)
         return folder, StoredMatrices(scheme, {})

@@ -111,6 +111,21 @@ def test_what_has_all_modules_is_not_called_alike(convert: Converter, tmp_path: 
     assert "whether it computes the same is not known" in message
 
 
+def test_two_names_of_a_model_that_disagree(convert: Converter, tmp_path: Path) -> None:
+    """transformers goes by model_type; a type that is no family's contradicts nothing."""
+    model = make_llama(tmp_path)
+    config = read_config(model)
+    for model_type in ("mistral", "qwen2", "gemma3_text"):
+        (model / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        message = convert.fail(model_dir=model).message
+        assert f"LlamaForCausalLM, and model_type is '{model_type}', which is " in message
+    for known in ({"model_type": "mine"}, {"model_type": None}, {
+        "architectures": ["MinistralForCausalLM"], "model_type": "mistral",
+    }):  # fmt: skip
+        (model / "config.json").write_text(json.dumps(config | known))
+        convert(model_dir=model, force=True)
+
+
 # ---- Wrappers.
 
 
@@ -254,6 +269,17 @@ def test_a_reference_is_the_text_model_that_is_converted(
     convert(model_dir=wrapper)
     assert (f"{told} of the text model is computed" if told else "") in log.text
     assert bool(told) == ("leaves it out" in log.text)
+
+
+def test_a_window_that_its_class_does_not_read(convert: Converter, tmp_path: Path) -> None:
+    """Qwen3 alone has one; transformers' Qwen3-VL caches by it, and attends without it."""
+    windows = {"model_type": "qwen3_vl_text", "use_sliding_window": True, "sliding_window": 4}
+    wrapper = make_wrapper(
+        tmp_path / "w", make_family_model(tmp_path, "qwen3"), "Qwen3VLForConditionalGeneration",
+        is_old=False, **windows,
+    )  # fmt: skip
+    message = convert.fail(model_dir=wrapper).message
+    assert "use_sliding_window is True, and models of type qwen3_vl_text have no window" in message
 
 
 def test_one_tensor_under_two_names_is_refused(convert: Converter, tmp_path: Path) -> None:

@@ -563,6 +563,30 @@ def test_a_folder_that_says_so_and_holds_plain_weights(
     assert "remove quantization_config" in error.hint
 
 
+def test_static_float8_in_transformers_names(convert: Converter, tmp_path: Path) -> None:
+    """As Ministral 3 is published; the numbers are those of a folder in ModelOpt's names."""
+    source, _ = make_quantized(tmp_path, CASES["fp8-static"], layers=1, vocab=64)
+
+    def write(name: str) -> list[bytes]:
+        outputs = [tmp_path / f"{name}-{form}" for form in ("stored", "plain")]
+        for output, dequantize in zip(outputs, (False, True), strict=True):
+            convert(model_dir=source, output_dir=output, dequantize=dequantize)
+        return [(output / "rank0.safetensors").read_bytes() for output in outputs]
+
+    expected = write("modelopt")
+    names = {".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            if name.endswith(old):
+                change_folder(source, {name: None, name.removesuffix(old) + new: tensor})
+    section = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None,
+               "dequantize": False, "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+    set_config(source, quantization_config=section)
+    assert write("transformers") == expected
+    assert "model.layers.0.mlp.up_proj.activation_scale" in load_file(source / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     "name",
     ["compressed", "compressed-asymmetric", "compressed-channel", "compressed-8-bits",
