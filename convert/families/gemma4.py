@@ -176,6 +176,12 @@ def read_gemma4(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     num_reusing = reader.get_int("num_kv_shared_layers", 0, minimum=0)
     is_wide = reader.get_bool("use_double_wide_mlp", False)
     input_size = reader.get_int("hidden_size_per_layer_input", 256 if has_tables else 0, minimum=0)
+    if input_size and not has_tables:
+        reader.refuse(
+            f"hidden_size_per_layer_input is {input_size}, and models of type"
+            f" {reader.config['model_type']} have no such tables",
+            "remove the wrong one",
+        )
     experts = read_mixture(reader, layout)
     bias = reader.get_bool("attention_bias", False)
     if bias:
@@ -227,7 +233,7 @@ def _find_unread(
         if (match := _TENSOR.search(name)) is None or int(match[1]) >= num_layers:
             continue
         layer, module = int(match[1]), match[2]
-        is_equal, is_reader = has_equal and types[layer] == FULL, layer >= first_reader
+        is_equal, is_reader = has_equal and types[layer:][:1] == (FULL,), layer >= first_reader
         if (is_reader and module in UNREAD) or (is_equal and module == "v_proj"):
             unread.add(name)
         elif is_equal and module == "k_proj":

@@ -65,7 +65,8 @@ def read_layers(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
         types = [FULL if layer in indices else CONV for layer in layers]
     elif types is None:
         types = [FULL for _ in layers]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {FULL, CONV}:
+    is_known = isinstance(types, list) and all(kind in (FULL, CONV) for kind in types)
+    if not is_known or len(types) != num_layers:
         reader.refuse(
             f"layer_types is {shorten(types)} for {num_layers} layers",
             f"hybrids are supported whose layers are {CONV} or {FULL}",

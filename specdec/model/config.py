@@ -279,7 +279,8 @@ class ModelConfig:
         """List what is wrong with the types of layers."""
         types = self.layer_types or ()
         is_complete = self.layer_types is None or (
-            len(types) == self.num_hidden_layers and set(types) <= {*LAYER_TYPES}
+            len(types) == self.num_hidden_layers
+            and all(kind in (*LAYER_TYPES,) for kind in types)  # a faulty one may be a list
         )
         return Problems.from_table(
             (not is_complete,
@@ -293,7 +294,7 @@ class ModelConfig:
                   ("short_conv", self.short_conv, CONV),
                   ("mamba2", self.mamba2, MAMBA),
               )),
-            (len({*RECURRENT} & {*types}) > 1,
+            (sum(kind in types for kind in RECURRENT) > 1,
              f"layer_types has {' and '.join(kind for kind in RECURRENT if kind in types)}",
              "convert the model again"),
         )  # fmt: skip

@@ -337,6 +337,7 @@ def test_gemma_4_s_layers_differ() -> None:
         ),
         ({"rope_parameters": {FULL: gemma4.ROTARY[FULL]}}, "no rope_theta of sliding_attention"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is"),
+        ({"model_type": "gemma4_unified_text"}, "hidden_size_per_layer_input is 5, and models of"),
     ):
         with pytest.raises(SpecDecError, match=fact):
             read(gemma4.GEMMA4, **config, **wrong)
@@ -354,6 +355,8 @@ def test_gemma_4_s_keys_are_values_and_unread_tensors_are_left_out(tmp_path: Pat
     assert folder.tensors.keys() == {
         *tensors, "model.layers.0.layer_scalar.weight"
     } - unread - {"model.layers.0.layer_scalar"}  # fmt: skip
+    short = write_folder(tmp_path / "short", config | {"layer_types": [SLIDING]}, tensors)
+    assert gemma4.prepare(short, "float32").tensors  # their number is told when fields are read
     keys, values = (folder.read(prefix.format(1, module)) for module in ("k_proj", "v_proj"))
     assert np.array_equal(keys, values)
 
@@ -856,6 +859,10 @@ def test_lfm2_s_layers(tmp_path: Path) -> None:
     assert (plain.layer_types, plain.short_conv) == (None, None)
     with pytest.raises(SpecDecError, match="for 4 layers"):
         read(lfm2.LFM2, layer_types=[CONV] * 3)
+    with pytest.raises(SpecDecError, match="layer_types is"):
+        read(lfm2.LFM2, layer_types=[CONV, {}, FULL, FULL])
+    mixed = dataclasses.replace(by_name, layer_types=(CONV, {}, FULL, FULL))  # type: ignore[arg-type]
+    assert any("layer_types is" in fact for fact, _ in mixed.find_problems())
     mixture = read(lfm2.LFM2_MOE, num_experts=4, num_dense_layers=9)
     assert mixture.experts is not None
     assert (mixture.experts.scores, mixture.experts.num_dense_layers) == ("sigmoid", 4)
