@@ -181,7 +181,9 @@ def write_folder(shape: Shape, folder: Path) -> None:
     """Write a Hugging Face folder with a tokenizer, whose weights are a hole: nothing but zeros."""
     folder.mkdir(parents=True)
     config, listed = list_tensors(shape)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2, default=str))
+    # As published: transformers has other names for some kinds of layers.
+    values = config.to_dict() | dict(shape.fields)
+    (folder / "config.json").write_text(json.dumps(values, indent=2, default=str))
     write_tokenizer(folder, int(config.vocab_size), is_gemma=shape.family == "Gemma4Text")
     header, end = {}, 0
     for key, (dtype, sizes) in listed.items():
