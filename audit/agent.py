@@ -15,15 +15,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.errors import shorten
+from specdec.system.logs import get_logger, show_progress
 from specdec.text.samples import TEXTS
 
-from .agent_client import SALT, AgentClient, AgentRequest, Doubt, StepAnswer
+from .agent_client import SALT, AgentClient, AgentRequest, Doubt, Failure, StepAnswer, Unjudged
 from .answers import AnyPrompt, BadAnswer
 from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
-from .server import Refused, ServerClient
+from .server import LateAnswer, Refused, ServerClient
 from .settings import DEFAULT_CONTEXT
 
+logger = get_logger(__name__)
 NUM_TURNS = 6
+SHARES = (1.0, 0.9, 0.5)  # of a question's length: the next where a server does not take it
 NUM_SAMPLED = 16
 FALSE_ALARM = 1e-4  # of `sampled`, for a server whose log-probabilities are right
 NUM_SCALES = 20  # of variances that its bound holds for at once: up to 2 ** 19 tokens
@@ -73,8 +76,7 @@ class Session:
         step = AgentRequest(prompt, max_tokens or self.max_tokens, fields)
         answer = self.client.ask(step)
         self.answers[name].append(answer)
-        num_tokens = (answer.completion.usage or {}).get("prompt_tokens") or 0
-        self.num_prompt_tokens = max(self.num_prompt_tokens, num_tokens)
+        self.num_prompt_tokens = max(self.num_prompt_tokens, answer.completion.num_prompt_tokens)
         return answer
 
     def try_ask(
@@ -102,13 +104,21 @@ def audit_agent(audit: Audit) -> list[Check]:
     probes = [_make_probe(session, index) for index in range(3)]
     for probe in (*probes, *probes[2:]):
         probe()
-    try:
-        _run_turns(session, settings.agent_context or DEFAULT_CONTEXT, probes)
-        _sample(session)
-        for probe in probes:
-            probe()
-    except (Refused, BadAnswer) as error:
-        session.faults["turns"].append(f"request {len(client.steps) - 1}: {error}")
+    context = settings.agent_context or DEFAULT_CONTEXT
+    parts: dict[str, Callable[[], Any]] = {
+        "turns": lambda: _run_turns(session, context, probes),
+        "sampled": lambda: _sample(session),
+        "probes": lambda: [probe() for probe in probes],
+    }
+    for name, ask in parts.items():
+        try:
+            ask()
+        except LateAnswer as late:  # what came in time is judged
+            fault = Unjudged(f"request {len(client.steps)}: {late.message}; {late.hint}")
+            session.faults[name].append(fault)
+        except (Refused, BadAnswer) as error:
+            session.faults["turns"].append(f"request {len(client.steps)}: {error}")
+            break
     return _judge(session)
 
 
@@ -127,20 +137,16 @@ def _run_turns(
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": f"{SALT}. You look words up."}
     ]  # fmt: skip
+    room = context - max(session.max_tokens, SHORT_TOKENS)
     num_characters, num_tokens = 1, 1  # of the turn before
     for turn in range(NUM_TURNS):
-        room = (context - session.max_tokens) * (turn + 1) // NUM_TURNS - num_tokens
-        room_characters = num_characters + room * num_characters // num_tokens
-        question = f"Turn {turn}. {TEXTS[turn % len(TEXTS)]}"
-        question = _fill(question, room_characters - _count_characters(messages))
-        turn_messages = [*messages, {"role": "user", "content": question}]
-        try:
-            answer = session.ask("turns", _render(session, turn_messages))
-        except Refused as refusal:
-            if refusal.is_fault or not turn:
-                raise
-            session.reasons["turns"] = f"no longer ones are taken: {refusal}"
+        num_new = room * (turn + 1) // NUM_TURNS - num_tokens
+        room_characters = num_characters + num_new * num_characters // num_tokens
+        asked = _ask_turn(session, messages, turn, room_characters)
+        if asked is None:
             return
+        turn_messages, answer = asked
+        question = turn_messages[-1]["content"]
         if turn % 2:
             fork = [*messages, {"role": "user", "content": question[: len(question) // 2] + " No."}]
             session.ask("forks", _render(session, fork))
@@ -149,8 +155,30 @@ def _run_turns(
         messages = [*turn_messages, {"role": "assistant", "content": answer.completion.text}]
         messages += _call_tool(session, turn_messages)
         probes[turn % len(probes)]()
-        num_tokens = (answer.completion.usage or {}).get("prompt_tokens") or num_tokens
+        num_tokens = answer.completion.num_prompt_tokens or num_tokens
         num_characters = _count_characters(turn_messages)
+        logger.info("turn %d of %d: a prompt of %d tokens", turn + 1, NUM_TURNS, num_tokens)
+
+
+def _ask_turn(
+    session: Session, messages: list[dict[str, Any]], turn: int, room: int
+) -> tuple[list[dict[str, Any]], StepAnswer] | None:
+    """Ask a turn's question, which fills the prompt up to `room` characters.
+
+    A shorter one is asked where the server does not take it; None is returned where it takes none.
+    """
+    question = f"Turn {turn}. {TEXTS[turn % len(TEXTS)]}"
+    num_characters = room - _count_characters(messages)
+    for share in SHARES:
+        text = _fill(question, int(share * num_characters))
+        turn_messages = [*messages, {"role": "user", "content": text}]
+        try:
+            return turn_messages, session.ask("turns", _render(session, turn_messages))
+        except Refused as refusal:
+            if refusal.is_fault or not turn:
+                raise
+            session.reasons["turns"] = f"longer ones are not taken: {refusal}"
+    return None
 
 
 def _count_characters(messages: list[dict[str, Any]]) -> int:
@@ -190,8 +218,8 @@ def _ask_constrained(session: Session, messages: list[dict[str, Any]], turn: int
             return
         completion = answer.completion
         fault = _find_json_fault(completion.text, holds)
-        if completion.finish_reason == "length" and completion.completion_tokens == SHORT_TOKENS:
-            fault = None  # white space alone may fill it
+        if completion.finish_reason == "length":
+            fault = None  # it is cut: white space alone may fill it, or the context ended
         if fault is not None:
             session.faults["grammar"].append(f"request {answer.number}: {fault}")
 
@@ -213,19 +241,43 @@ def _call_tool(session: Session, messages: list[dict[str, Any]]) -> list[dict[st
     answer = session.try_ask("tools", messages, SHORT_TOKENS, **fields)
     if answer is None:
         return []
-    try:
-        message = answer.document["choices"][0]["message"]
-        (call,) = message["tool_calls"][:1]
-        name, text = call["function"]["name"], call["function"]["arguments"]
-    except (LookupError, TypeError, ValueError):
-        session.faults["tools"].append(f"request {answer.number}: no call, where one is required")
+    call, fault = _read_call(answer)
+    if fault is not None:
+        session.faults["tools"].append(type(fault)(f"request {answer.number}: {fault}"))
+    if call is None:
         return []
-    fault = _find_json_fault(text, lambda v: {*v} == {"key"} and v["key"] in ("up", "upon", "down"))
-    if name != "look_up" or fault is not None:
-        session.faults["tools"].append(f"request {answer.number}: {fault or shorten(name)}")
-        return []
+    text = call["function"]["arguments"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": f"{text} is found."}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
+
+
+def _read_call(answer: StepAnswer) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the call that was required, and what is wrong with it; neither where it is cut.
+
+    Text without a call is no certain fault where it is cut: llama-server lets it come before one.
+    """
+    is_cut = answer.completion.finish_reason == "length"
+    try:
+        (call,) = answer.document["choices"][0]["message"]["tool_calls"][:1]
+        name, text = call["function"]["name"], call["function"]["arguments"]
+    except (LookupError, TypeError, ValueError):
+        if not is_cut:
+            return None, "no call, where one is required"
+        return None, _describe_start(answer.completion.text.strip())
+    fault = _find_json_fault(text, lambda v: {*v} == {"key"} and v["key"] in ("up", "upon", "down"))
+    if name != "look_up":
+        fault = fault or shorten(name)
+    if fault is None:
+        return call, None
+    return None, None if is_cut else fault
+
+
+def _describe_start(text: str) -> Unjudged | None:
+    """Describe an output that is cut before its call; white space alone says nothing."""
+    if not text:
+        return None
+    start = shorten(text, 40)
+    return Unjudged(f"no call in {SHORT_TOKENS} tokens, where one is required, but {start}")
 
 
 def _sample(session: Session) -> None:
@@ -233,7 +285,8 @@ def _sample(session: Session) -> None:
     prompts = [answer.step.prompt for answer in session.answers["turns"]]
     for number in range(NUM_SAMPLED):
         prompt = prompts[number % len(prompts)]
-        session.ask("sampled", prompt, 0, temperature=1.0, seed=100 + number)
+        fields = {"temperature": 1.0, "seed": 100 + number, **session.client.uncut_fields}
+        session.ask("sampled", prompt, 0, **fields)
 
 
 def find_excess(answers: list[StepAnswer]) -> tuple[int, float, float]:
@@ -264,13 +317,13 @@ def _judge(session: Session) -> list[Check]:
     _compare_probes(session)
     evidence: dict[str, dict[str, Any]] = {name: {} for name in CHECKS}
     faulty_answers: list[tuple[str, StepAnswer]] = []
-    for name, answers in session.answers.items():
-        for answer in answers:
-            fault = session.client.find_fault(answer)
-            if fault is not None:
-                session.faults[name].append(fault)
-                if not isinstance(fault, Doubt):
-                    faulty_answers.append((name, answer))
+    pairs = [(name, answer) for name in CHECKS for answer in session.answers[name]]
+    for name, answer in show_progress(pairs, label="answers compared", total=len(pairs)):
+        fault = session.client.find_fault(answer)
+        if fault is not None:
+            session.faults[name].append(fault)
+            if not isinstance(fault, (Doubt, Failure)):
+                faulty_answers.append((name, answer))
     evidence["sampled"] |= _judge_draws(session)
     if faulty_answers:
         name, answer = min(faulty_answers, key=lambda entry: entry[1].number)
@@ -333,8 +386,7 @@ def _make_check(session: Session, name: str, evidence: dict[str, Any]) -> Check:
         return Check(name, SKIPPED, session.reasons.get(name, "nothing was asked"))
     faults = sorted(faults, key=lambda fault: isinstance(fault, Doubt))
     summary, verdict = f"{len(answers)} answers", _judge_faults(faults)
-    if verdict == SUSPECT:
-        summary += f", {len(faults)} differences without a margin: give --reference-url"
+    summary += _count_doubts(faults, is_referenced=client.reference is not None)
     if name == "turns":
         kinds = _list_comparisons(client)
         summary += f", prompts up to {session.num_prompt_tokens} tokens; compared with "
@@ -346,6 +398,17 @@ def _make_check(session: Session, name: str, evidence: dict[str, Any]) -> Check:
     if name == "sampled" and not evidence["tokens"]:
         summary += ", without log-probabilities that tell how likely each token was"
     return Check(name, verdict, summary, faults, evidence)
+
+
+def _count_doubts(faults: list[str], *, is_referenced: bool) -> str:
+    """Return how many faults of a check are no certain ones, as its summary has it."""
+    num_unjudged = sum(isinstance(fault, Unjudged) for fault in faults)
+    num_doubts = sum(isinstance(fault, Doubt) for fault in faults) - num_unjudged
+    text = f", {num_unjudged} not judged" if num_unjudged else ""
+    if num_doubts:
+        text += f", {num_doubts} differences without a margin"
+        text += "" if is_referenced else ": give --reference-url"
+    return text
 
 
 def _list_comparisons(client: AgentClient) -> list[str]:

@@ -97,6 +97,12 @@ class Completion:
         return None if tokens is None else len(tokens)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of the prompt's tokens by the server's own count; 0 where it tells none."""
+        count = (self.usage or {}).get("prompt_tokens")
+        return count if isinstance(count, int) else 0
+
+    @property
     def completion_tokens(self) -> int | None:
         """Number of tokens by the server's own count."""
         count = (self.usage or {}).get("completion_tokens")

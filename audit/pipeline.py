@@ -38,11 +38,11 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
     check_settings(settings)
     key = read_key(settings.api_key_file)
     prompts = read_prompts(settings)
-    server = ServerClient(settings.base_url, settings.model, key, settings.timeout, FLAGS)
+    server = ServerClient(settings.base_url, settings.model, key, settings.answer_seconds, FLAGS)
     try:
         server.open()
         with open_reference(settings) as reference:
-            counters = Counters(server, settings.metrics_url, key, settings.timeout)
+            counters = Counters(server, settings.metrics_url, key, settings.answer_seconds)
             audit = Audit(settings, server, counters, prompts, reference)
             results = audit_agent(audit) if settings.agent else run_checks(audit)
     except (Refused, BadAnswer) as error:
@@ -57,6 +57,7 @@ def audit_server(settings: AuditSettings) -> dict[str, Any]:
         "reference": None if reference is None else reference.name,
         "prompts": len(prompts),
         "requests": len(server.answers),
+        "prompt_tokens": sum(answer.num_prompt_tokens for answer in server.answers),
         "checks": [dataclasses.asdict(check) for check in results],
     }
 

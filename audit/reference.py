@@ -32,7 +32,7 @@ def open_reference(settings: AuditSettings) -> Iterator[Reference | None]:
             key = read_key(settings.reference_api_key_file, "--reference-api-key-file")
         flags = ("--reference-url", "--reference-model", "--reference-api-key-file")
         model = settings.reference_model or settings.model
-        server = ServerClient(settings.reference_url, model, key, settings.timeout, flags)
+        server = ServerClient(settings.reference_url, model, key, settings.answer_seconds, flags)
         server.open()
         yield server
     else:

@@ -52,6 +52,10 @@ class Refused(Exception):
         return self.status >= 500
 
 
+class LateAnswer(SpecDecError):
+    """Error of an answer that does not come in time."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Offer:
     """Fields of a body that ask a server for details; empty where it does not offer them.
@@ -206,7 +210,7 @@ class ServerClient:
             if lost.was_never:
                 raise lost.explain(url, self.flags[0]) from None
             if lost.is_late:
-                raise SpecDecError(
+                raise LateAnswer(
                     f"{url}: {lost.reason}, after {len(self.answers)} answers",
                     "look at the server's log; a slow one needs a longer --timeout",
                 ) from None

@@ -21,6 +21,8 @@ CHECKS = (
     "usage", "acceptance", "drafter",
 )  # fmt: skip
 DEFAULT_CONTEXT = 4096  # tokens of an agent's longest prompt
+ANSWER_SECONDS = 120.0  # that an answer may take
+TOKENS_PER_SECOND = 32  # that a slow server reads of an agent's longest prompt, beyond these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,20 @@ class AuditSettings:
         minimum=64, metavar="N",
         help=f"Tokens that --agent's prompts grow to.  [default: {DEFAULT_CONTEXT}]",
     )  # fmt: skip
-    timeout: float = SERVER(
-        120.0, minimum=0.1, maximum=10**6, metavar="S", help="Seconds that an answer may take."
-    )
+    timeout: float | None = SERVER(
+        minimum=0.1, maximum=10**6, metavar="S",
+        help=f"Seconds that an answer may take.  [default: {ANSWER_SECONDS:g}, and one more for"
+        f" every {TOKENS_PER_SECOND} tokens of --agent-context]",
+    )  # fmt: skip
     json: bool = setting(False, help="Print one JSON object on stdout.")
+
+    @property
+    def answer_seconds(self) -> float:
+        """Seconds that an answer may take, to an agent's longest prompt on a slow server too."""
+        if self.timeout is not None:
+            return self.timeout
+        num_tokens = (self.agent_context or DEFAULT_CONTEXT) if self.agent else 0
+        return ANSWER_SECONDS + num_tokens / TOKENS_PER_SECOND
 
 
 def check_settings(settings: AuditSettings) -> None:

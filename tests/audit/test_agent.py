@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import random
@@ -16,10 +18,19 @@ import pytest
 
 from specdec.audit import agent, agent_client
 from specdec.audit.agent import FALSE_ALARM, NUM_SAMPLED, Session, find_excess
-from specdec.audit.agent_client import AgentClient, AgentRequest, Doubt, StepAnswer
-from specdec.audit.answers import Completion, Token, read_tokens
-from specdec.audit.checks import FAILED, SUSPECT
+from specdec.audit.agent_client import (
+    SALT,
+    AgentClient,
+    AgentRequest,
+    Doubt,
+    Score,
+    StepAnswer,
+    Unjudged,
+)  # fmt: skip
+from specdec.audit.answers import AnyPrompt, Completion, Token, read_tokens
+from specdec.audit.checks import FAILED, SUSPECT, Audit, Check
 from specdec.audit.pipeline import audit_server
+from specdec.audit.server import LateAnswer, Offer, Refused
 from specdec.audit.settings import AuditSettings
 from specdec.decode import accept
 from specdec.engine.kv_cache import KVCache
@@ -244,16 +255,155 @@ def test_a_difference_is_a_doubt_where_no_log_probabilities_tell_its_margin() ->
 @pytest.mark.parametrize(("logprob", "is_fault"), [(0.0, (True, False)), (-4.0, (True, True))])
 def test_a_grammar_may_raise_log_probabilities(logprob: float, is_fault: tuple[bool, bool]) -> None:
     """The score of the text in a prompt is -2; a grammar explains what is above it alone."""
-    client = mock.Mock(bound=0.5, reference=None, fresh_fields=None)
-    client._score.return_value = [-2.0]
+    client = mock.Mock(bound=0.5)
     requests: tuple[dict[str, Any], ...] = ({}, {"response_format": {}})
     for fields, expected in zip(requests, is_fault, strict=True):
         tokens = [Token(1, "a", logprob)]
         step = AgentRequest("p", 1, {"temperature": 0, **fields})
         completion = Completion(prompt="p", text="a", max_tokens=1, tokens=tokens)
         answer = StepAnswer(step, 1, completion, {})
-        fault = AgentClient.find_fault(client, answer)
+        fault = AgentClient._find_score_fault(client, answer, [Score(-2.0, -2.0)])
         assert (fault is not None and "other log-probabilities" in fault) == expected
+
+
+def test_scores_tell_whether_greedy_tokens_are_the_likeliest() -> None:
+    """Nothing else is asked for then: a fresh answer would cost the whole prompt once more."""
+    client = mock.Mock(bound=0.5, reference=None, fresh_fields={"prompt_logprobs": 0})
+    client._find_score_fault = functools.partial(AgentClient._find_score_fault, client)
+    tokens = [Token(1, "a", None), Token(2, "b", None)]
+    completion = Completion(prompt="p", text="ab", max_tokens=2, ids=[1, 2], tokens=tokens)
+    answer = StepAnswer(AgentRequest("p", 2), 1, completion, {})
+    for highest, expected in ((-1.8, False), (-0.2, True)):
+        client._score.return_value = [Score(-0.1, -0.1), Score(-2.0, highest)]
+        fault = AgentClient._compare_with_fresh(client, answer)
+        assert (fault is not None) == expected
+        assert fault is None or "token 1 is 2 'b', where without a cache" in fault
+    client._compare_with.assert_not_called()
+    short = dataclasses.replace(answer, step=AgentRequest("p", 3))  # why it ended is to be compared
+    client._score.return_value = [Score(-0.1, -0.1)] * 2
+    AgentClient._compare_with_fresh(client, short)
+    client._compare_with.assert_called_once()
+
+
+LATE = LateAnswer("no answer within 9 s", "a slow one needs a longer --timeout")
+
+
+class LongServer:
+    """Server without log-probabilities that can leave its cache aside, and has limits.
+
+    Four characters are a token. most: tokens that it takes. slow: tokens of a prompt that it reads
+    with its cache only, else it raises error. poison: text of a request behind which one with an
+    equal beginning is answered wrongly.
+    """
+
+    offer = Offer(False)
+
+    def __init__(
+        self, most: int = 10**9, slow: int = 10**9, poison: str = "", error: Exception = LATE
+    ) -> None:
+        self.most, self.slow, self.poison, self.error = most, slow, poison, error
+        self.sizes: list[int] = []
+        self.num_late = self.num_uncut = 0
+        self.poisoned: set[str] = set()
+
+    def ask(
+        self, prompt: AnyPrompt, body: dict[str, Any]
+    ) -> tuple[Completion, dict[str, Any]]:  # fmt: skip
+        text = "".join(m["content"] for m in prompt) if isinstance(prompt, list) else prompt
+        size, limit = len(text) // 4, body["max_tokens"]
+        if body.get("seed", 0) >= 100 and body.get("top_k") == -1 and body.get("min_p") == 0.0:
+            self.num_uncut += 1
+        if "prompt_logprobs" in body or size + limit > self.most:
+            raise Refused(400, f"{size + limit} tokens, {self.most} at most")
+        is_fresh = body.get("cache_prompt") is False
+        if is_fresh and size > self.slow:
+            self.num_late += 1
+            raise self.error
+        self.sizes.append(len(text))
+        is_wrong = not is_fresh and text[:16] in self.poisoned
+        if self.poison and self.poison in text:
+            self.poisoned.add(text[:16])
+        is_constrained = "response_format" in body or "tools" in body
+        output = '{"wo' if is_constrained else "yes!" if is_wrong else "yes"
+        count = 1 if is_constrained else limit  # cut, as at a context's end
+        calls = [{"id": "1", "function": {"name": "look_up", "arguments": output}}]
+        usage = {"prompt_tokens": size, "completion_tokens": count}
+        completion = Completion(
+            prompt=prompt, text=output, max_tokens=limit, finish_reason="length", usage=usage
+        )
+        return completion, {"choices": [{"message": {"tool_calls": calls}}]}
+
+
+def audit_long(server: LongServer, context: int) -> dict[str, Check]:
+    settings = AuditSettings(base_url="", model="", agent=True, agent_context=context, max_tokens=8)
+    double: Any = server
+    checks = agent.audit_agent(Audit(settings, double, mock.Mock(), [], None))
+    return {check.name: check for check in checks}
+
+
+def test_a_context_that_ends_is_filled_and_accuses_nobody() -> None:
+    """The last turn is shortened until it fits; outputs that the end cuts are no fault."""
+    server = LongServer(most=8100)
+    checks = audit_long(server, 8192)
+    assert {check.verdict for check in checks.values()} == {"ok"}, checks
+    assert 7500 < int(checks["turns"].summary.split("prompts up to ")[1].split()[0]) <= 8100
+    assert "longer ones are not taken: HTTP 400" in checks["turns"].summary
+    assert server.num_uncut == 2 * NUM_SAMPLED, "drawn and compared, from all of the distribution"
+
+
+def test_what_is_too_slow_without_a_cache_is_told_and_not_asked_again() -> None:
+    server = LongServer(slow=5000)
+    checks = audit_long(server, 8192)
+    assert server.num_late == 1
+    assert checks["turns"].verdict == SUSPECT
+    assert "6 answers, 3 not judged" in checks["turns"].summary
+    assert "no answer within 9 s; a slow one needs a longer --timeout" in checks["turns"].faults[0]
+    assert all("not compared, since a shorter one" in fault for fault in checks["forks"].faults)
+
+
+def test_a_server_that_fails_when_it_is_asked_again_has_failed() -> None:
+    """As vLLM's engine on a CPU does by a seed, where it reads a prompt in several chunks."""
+    server = LongServer(slow=5000, error=Refused(500, "the engine is dead"))
+    checks = audit_long(server, 8192)
+    assert checks["turns"].verdict == FAILED
+    assert "asked again: HTTP 500, 'the engine is dead'" in checks["turns"].faults[0]
+    assert "requests" not in checks["turns"].evidence
+
+
+def test_a_short_sequence_of_a_long_session_has_few_requests_and_short_texts() -> None:
+    """It is found by few replays: not by all requests of the session, again and again."""
+    server = LongServer(poison="VENOM")
+    double: Any = server
+    client = AgentClient(double, 0.5)
+    texts = [f"{SALT}: {number % 7} {'filling ' * 4000}" for number in range(40)]
+    texts[30] = texts[30].replace("filling", "VENOM", 1)
+    answers = [client.ask(AgentRequest(text, 8)) for text in texts]
+    with pytest.raises(Refused):
+        client.ask(AgentRequest("x", 8, {"prompt_logprobs": 0}))
+    assert len(client.steps) == 40, "one that was refused is no part of a sequence"
+    faulty = [answer.number for answer in answers if client.find_fault(answer) is not None]
+    assert faulty == [37], "the next one with an equal beginning"
+    del server.sizes[:]
+    steps = client.shorten(answers[37])
+    assert steps is not None
+    assert [str(step.prompt)[:21] for step in steps] == [f"{SALT}: 2 VENO", f"{SALT}: 2 fill"]
+    assert max(len(step.prompt) for step in steps) < 300
+    assert sum(server.sizes) < 2 * sum(map(len, texts)), "the session itself is one time that"
+
+
+def test_text_before_a_required_call_is_no_certain_fault_where_it_is_cut() -> None:
+    """llama-server writes such text; one that ends without a call is a fault."""
+    calls = [{"function": {"name": "look_up", "arguments": '{"key": "up"}'}}]
+    wrong = [{"function": {"name": "look_up", "arguments": '{"key": "in"}'}}]
+    for text, tool_calls, reason, kind in (
+        ("Hm", None, "length", Unjudged), (" ", None, "length", None), ("Hm", None, "stop", str),
+        ("", wrong, "length", None), ("", wrong, "tool_calls", str), ("", calls, "stop", None),
+    ):  # fmt: skip
+        completion = Completion(prompt="x", text=text, max_tokens=80, finish_reason=reason)
+        document = {"choices": [{"message": {"tool_calls": tool_calls}}]}
+        call, fault = agent._read_call(StepAnswer(AgentRequest("x", 80), 0, completion, document))
+        assert type(fault) is (kind or type(None))
+        assert (call is None) == (tool_calls is not calls)
 
 
 def test_draws_are_judged_by_a_bound() -> None:
