@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .methods.base import TrainableDrafter
 
+# Of the largest module: its weights, the next one's, its gradient, and that added up.
+GATHERED_COPIES = 4
+
 
 def shard_drafter(drafter: TrainableDrafter, device: torch.device, num_processes: int) -> None:
     """Split the drafter's weights; all processes call this with equal weights."""
@@ -136,6 +139,3 @@ def estimate_bytes(drafter: TrainableDrafter, optimizers: Mapping[str, Any]) -> 
             str(count): 4 * (num_kept // count + GATHERED_COPIES * largest) for count in (2, 4, 8)
         },
     }
-
-
-GATHERED_COPIES = 4
