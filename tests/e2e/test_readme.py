@@ -237,7 +237,7 @@ OTHERS_FLAGS = {
     "--no-install-recommends", "--build-arg",
     "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
-    "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
+    "--rdzv-endpoint", "--start-period", "--llama-server", "--llama-bin", "--llama-source", "--vllm-python", "--dataset-name",
     "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
     "--spec-type", "--spec-draft-model", "--mtp", "--kv-transfer-config",
     "--no-enable-chunked-prefill", "--no-enable-prefix-caching",
