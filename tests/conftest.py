@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -62,15 +62,6 @@ LONG_FILES = (
 # How the three kinds of published ReDrafter files name (input projection, head).
 DRAFTER_NAMES = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("", "0")}
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """Start a worker more than there are processors, unless the environment has a number.
-
-    Tests wait for servers, for other processes and for kernels that another worker compiles.
-    """
-    return (yield) + ("PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ)
 
 
 @pytest.hookimpl(trylast=True)

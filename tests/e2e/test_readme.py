@@ -238,7 +238,7 @@ OTHERS_FLAGS = {
     "--no-repack", "--random-input-len", "--random-output-len", "--stop-timeout",
     "--max-concurrency", "--tokenizer", "--target", "--nnodes", "--rdzv-backend",
     "--rdzv-endpoint", "--start-period", "--llama-server", "--vllm-python", "--dataset-name",
-    "--llama-bin", "--llama-source",
+    "--llama-bin", "--llama-source", "--flash-attn", "--max-num-batched-tokens",
     "--endpoint", "--num-prompts", "--no-compile", "--spec-draft-p-min", "--model-args", "--tasks",
     "--spec-type", "--spec-draft-model", "--mtp", "--kv-transfer-config",
     "--no-enable-chunked-prefill", "--no-enable-prefix-caching",
