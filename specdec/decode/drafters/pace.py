@@ -216,7 +216,7 @@ class Pace:
         limit = self.account.find_limit(seconds_ahead)
         if not self.account.spent_seconds:
             self.account.trial_allowance = limit
-        limit += plain_seconds * forecast.sure_gain * (not self.is_trial)
+        limit += 0.0 if self.is_trial else plain_seconds * forecast.sure_gain
         size, price = self._choose_draft(limit)
         self._loss_allowance = limit - price
         may_lose = self._step_seconds[size] - plain_seconds <= self._loss_allowance
