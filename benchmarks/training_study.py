@@ -3,17 +3,21 @@
 
     python benchmarks/training_study.py --data answers.jsonl --spec-bench FOLDER [--minutes 10]
                                         [--model-dir MODEL] [--only RECIPE...] [--list]
+                                        [--start-from DRAFTER] [--tokens N]
                                         [--curve TOKENS...] [--output-dir out/training-study]
 
 Without --model-dir the target is the chat model that examples/smollm2/get.py fetches; the answers
 are those of examples/smollm2/train.sh. Every recipe is a training of its own in a process of its
 own, with as many steps as --minutes hold by the rate that `specdec train --plan` measures first;
-then the engine drafts with it at every step, greedily, for Spec-Bench's prompts. BASELINE is the
-recipe of the shipped EAGLE-3. `together` joins what was better than it of the losses, of the
+then the engine drafts with it at every step, greedily, for Spec-Bench's prompts. All rates are
+measured before the first training, so that other programs may run beside the trainings. BASELINE is
+the recipe of the shipped EAGLE-3. `together` joins what was better than it of the losses, of the
 weights by depth and of the optimizers, and begins when these are done. A recipe of --curve is the
 baseline with that many training tokens; `fp8` is the baseline, in as many steps, from hidden states
-in that type. Finished recipes are kept: started again, the study goes on. study.json and a table of
-tokens per verify step are written after each recipe.
+in that type. With --start-from every recipe goes on from an EAGLE-3, which is measured as it is,
+too: `start`. With --tokens all recipes have as many training tokens, instead of minutes, and
+EAGLE's read hidden states that the first one keeps. Finished recipes are kept: started again, the
+study goes on. study.json and a table of tokens per verify step are written after each recipe.
 """
 
 from __future__ import annotations
@@ -43,11 +47,11 @@ from specdec.run.settings import RunSettings
 BASELINE = "kl"
 EAGLE3 = (
     "--method", "eagle", "--eagle-version", "3", "--eagle-draft-vocab-size", "4096",
-    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3", "--learning-rate", "2e-3",
+    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3",
 )  # fmt: skip
 DSPARK = (
     "--method", "dflash", "--dflash-block-size", "5", "--dflash-markov-rank", "64",
-    "--dflash-intermediate-size", "768", "--learning-rate", "2e-3", "--loss", "ce_l1",
+    "--dflash-intermediate-size", "768", "--loss", "ce_l1",
 )  # fmt: skip
 # Groups of recipes of which each changes one thing; the best of a group joins `together`.
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -58,7 +62,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "muon_x10": ("--optimizer", "muon", "--muon-learning-rate", "2e-2"),
     },
 }
-TOGETHER, FP8, DSPARK_NAME, CURVE = "together", "fp8", "dspark", "tokens"
+TOGETHER, FP8, DSPARK_NAME, CURVE, START = "together", "fp8", "dspark", "tokens", "start"
 ALONE = {name: flags for group in GROUPS.values() for name, flags in group.items()}
 RECIPES = (BASELINE, *ALONE, DSPARK_NAME, FP8, TOGETHER)
 
@@ -79,12 +83,15 @@ def list_flags(args: argparse.Namespace, name: str, results: Mapping[str, Any]) 
     """Return a recipe's flags of specdec-train, without the number of its steps."""
     if name == DSPARK_NAME:
         return DSPARK
-    if name == TOGETHER:
-        return (*EAGLE3, *join_best(results))
+    flags = list(EAGLE3)
+    if args.start_from is not None:
+        flags += ["--start-from", str(args.start_from)]
     if name == FP8:
         states = ("--hidden-states-dir", str(args.output_dir / "states-fp8"))
-        return (*EAGLE3, *states, "--hidden-states-dtype", "fp8")
-    return (*EAGLE3, *ALONE.get(name, ()))
+        return (*flags, *states, "--hidden-states-dtype", "fp8")
+    if args.tokens is not None:
+        flags += ["--hidden-states-dir", str(args.output_dir / "states")]
+    return (*flags, *(join_best(results) if name == TOGETHER else ALONE.get(name, ())))
 
 
 def call(words: Sequence[str], log: Path) -> str:
@@ -107,32 +114,40 @@ def make_words(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
         "-m", "specdec", "train", "--model-dir", str(args.model_dir), "--data", str(args.data),
         "--self-distillation", "1", "--model-max-length", str(args.model_max_length),
         "--batch-size", str(args.batch_size), "--dtype", args.dtype, "--seed", "1",
-        "--eval-prompts", "0", "--eval-steps", "0", "--json", *flags,
+        "--eval-prompts", "0", "--eval-steps", "0", "--json", "--learning-rate",
+        args.learning_rate, *flags,
     ]  # fmt: skip
 
 
 def count_steps(args: argparse.Namespace, name: str, flags: Sequence[str], log: Path) -> int:
     """Return the steps of a recipe: what its minutes hold, or what its tokens take."""
-    if name == FP8:  # it is compared with the baseline, whatever it costs here
-        baseline: dict[str, Any] = json.loads((args.output_dir / f"{BASELINE}.json").read_text())
-        return int(baseline["steps"])
+    is_alike = args.tokens is not None and (name in ALONE or name == TOGETHER)
+    if name == FP8 or is_alike:  # it is compared with the baseline, whatever it costs here
+        return int(plan(args, BASELINE, {})["steps"])
     words = [*make_words(args, flags), "--max-steps", "1", "--plan"]
-    plan: dict[str, float] = json.loads(call(words, log))
-    tokens_per_step = plan["training_tokens"]
-    num_tokens: float = args.minutes * 60 * plan["training_tokens_per_second"]
+    rates: dict[str, float] = json.loads(call(words, log))
+    tokens_per_step = rates["training_tokens"]
+    num_tokens: float = args.tokens or args.minutes * 60 * rates["training_tokens_per_second"]
     if name.startswith(CURVE):
         num_tokens = int(name.removeprefix(CURVE))
     return max(1, round(num_tokens / tokens_per_step))
 
 
+def plan(args: argparse.Namespace, name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's flags and steps, which are settled when they are first asked for."""
+    path = args.output_dir / f"{name}.started.json"
+    if not path.exists():
+        flags = list_flags(args, name, results)
+        steps = count_steps(args, name, flags, args.output_dir / f"{name}.log")
+        write_json(path, {"flags": flags, "steps": steps})
+    recipe: dict[str, Any] = json.loads(path.read_text())
+    return recipe
+
+
 def train(args: argparse.Namespace, name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """Train a recipe, or go on with it; return its flags, steps and the training's report."""
     folder, log = args.output_dir / name, args.output_dir / f"{name}.log"
-    started = args.output_dir / f"{name}.started.json"
-    if not started.exists():
-        flags = list_flags(args, name, results)
-        write_json(started, {"flags": flags, "steps": count_steps(args, name, flags, log)})
-    recipe: dict[str, Any] = json.loads(started.read_text())
+    recipe = plan(args, name, results)
     if not (folder / "manifest.json").exists():
         steps = ["--max-steps", str(recipe["steps"]), "--save-steps", "100", "--resume"]
         call([*make_words(args, recipe["flags"]), *steps, "--output-dir", str(folder)], log)
@@ -150,7 +165,8 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         model_dir=args.model_dir, num_tokens=8, drafter_weights="same", eagle_choices=None,
         quantization=None, draft_budget="fixed", default=False,
     )  # fmt: skip
-    with field.open_engine(shape, args.output_dir / name) as bench:
+    folder = args.start_from if name == START else args.output_dir / name
+    with field.open_engine(shape, folder) as bench:
         settings = RunSettings(engine_dir=Path(), max_output_len=args.max_output_len)
         bench.take_prompts(prompts, settings)
         ways = field.list_ways(bench, name, shape)
@@ -169,7 +185,9 @@ def run_recipe(args: argparse.Namespace, name: str, results: Mapping[str, Any]) 
     """Train and measure a recipe, each in its own process, as far as that is not done."""
     path = args.output_dir / f"{name}.json"
     if not path.exists():
-        trained = train(args, name, results)
+        flags = ["--start-from", str(args.start_from)]
+        untrained = {"flags": flags, "steps": 0, "tokens": 0, "top_1": []}
+        trained = untrained if name == START else train(args, name, results)
         words = [__file__, "--measure", name, *args.words]
         found = json.loads(call(words, args.output_dir / f"{name}.log").splitlines()[-1])
         write_json(path, trained | found)
@@ -199,6 +217,9 @@ def make_parser(*, is_list: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--spec-bench", type=Path, required=not is_list)
     parser.add_argument("--model-dir", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each training")
+    parser.add_argument("--tokens", type=int, help="of each training, instead of its minutes")
+    parser.add_argument("--start-from", type=Path, metavar="DRAFTER")
+    parser.add_argument("--learning-rate", default="2e-3")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--curve", nargs="*", type=int, default=[], metavar="TOKENS")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -223,8 +244,8 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
 def check_settings(args: argparse.Namespace) -> None:
     """Raise SystemExit where the output folder is of a study with other settings."""
     shared = (
-        "model_dir", "minutes", "batch_size", "model_max_length", "dtype", "prompts_per_category",
-        "max_output_len",
+        "model_dir", "minutes", "tokens", "start_from", "learning_rate", "batch_size",
+        "model_max_length", "dtype", "prompts_per_category", "max_output_len",
     )  # fmt: skip
     settings = {name: str(getattr(args, name)) for name in shared}
     settings["sha256 of the data"] = hash_file(args.data)
@@ -263,7 +284,13 @@ def main(words: Sequence[str] | None = None) -> None:
     conditions = Conditions()
     results: dict[str, Any] = {}
     curve = [f"{CURVE}{size}" for size in args.curve]
-    for name in [*(recipe for recipe in RECIPES if recipe in args.only), *curve]:
+    start = [START] if args.start_from else []
+    names = [*start, *(recipe for recipe in RECIPES if recipe in args.only), *curve]
+    for name in names:
+        is_over = (args.output_dir / f"{name}.json").exists()
+        if not is_over and name not in (START, TOGETHER):  # of `together` nothing is known yet
+            plan(args, name, results)
+    for name in names:
         print(f"{name}:", file=sys.stderr, flush=True)
         results[name] = run_recipe(args, name, results)
         settings = {key: str(value) for key, value in vars(args).items() if key != "words"}

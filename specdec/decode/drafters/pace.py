@@ -31,7 +31,7 @@ COLD_SHARE = 0.15  # of a plain step, what the ones behind a draft take longer: 
 PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
-FEW_UNREAD_TOKENS = 64  # prompt tokens that cost a draft's pass next to nothing
+FEW_UNREAD_TOKENS = 64  # unread tokens of a drafter, up to which it is no reader of a prompt
 KNOWN_DRAFTS = 8  # drafts of a chain's first drafter, before it may go on alone
 TRIAL_CHUNK_TOKENS = 2 * FEW_UNREAD_TOKENS  # prompt tokens that are read for a trial
 
@@ -264,7 +264,7 @@ class Pace:
         return min(max(MIN_REST_STEPS, num_steps), MAX_REST_STEPS)
 
     def _price_reading(self, num_unread: int) -> float:
-        return num_unread * self.costs.reading if num_unread > FEW_UNREAD_TOKENS else 0.0
+        return num_unread * self.costs.reading
 
     def _may_read(self, num_unread: int, seconds_ahead: float) -> bool:
         """Return whether drafters may read unread tokens; `max_read` says how many."""
