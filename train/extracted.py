@@ -75,7 +75,8 @@ def open_extracted(
     else:
         raise SpecDecError(
             f"{FLAG} {source} is neither a folder nor a URL",
-            "give a server, such as http://127.0.0.1:8000/v1, or a folder that speculators wrote",
+            "give an engine's folder, a server, such as http://127.0.0.1:8000/v1, or a folder that"
+            " speculators wrote",
         )
     parts = PartsPlan(settings.model_dir, config).load(dtype, device)
     return ExtractedTarget(

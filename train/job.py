@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import Problems, SpecDecError
+from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file
 from specdec.files.tensor_file import TensorFile
 from specdec.system.logs import get_logger
@@ -83,11 +84,12 @@ def prepare_job(setup: Setup) -> TrainingJob:
 
 def list_part_files(setup: Setup) -> list[Path] | None:
     """List the files of the target's parts that are read; None where it is loaded whole."""
-    if setup.settings.hidden_states_from is None:
+    settings = setup.settings
+    if settings.hidden_states_from is None or find_gguf(settings.model_dir) is not None:
         return None
     from .parts import PartsPlan
 
-    return PartsPlan(setup.settings.model_dir, setup.config).files
+    return PartsPlan(settings.model_dir, setup.config).files
 
 
 def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> TrainableDrafter:

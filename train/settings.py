@@ -133,10 +133,11 @@ class TrainSettings:
         " are computed, or asked for, whenever they are read.", metavar="BYTES",
     )  # fmt: skip
     hidden_states_from: str | None = LARGE_TARGETS(
-        help="Take the target's hidden states from a vLLM server that extracts them, or from a"
-        " folder that it or speculators wrote; of --model-dir only configuration, tokenizer,"
-        " embedding, last norm and output layer are read. With --hidden-states-dir they are kept"
-        " there, else a server is asked in every epoch.", metavar="URL|FOLDER",
+        help="Take the target's hidden states from an engine of specdec-build, a vLLM server that"
+        " extracts them, or a folder that it or speculators wrote; of --model-dir only"
+        " configuration, tokenizer, embedding, last norm and output layer are read. With"
+        " --hidden-states-dir they are kept there, else an engine or server is asked in every"
+        " epoch.", metavar="ENGINE|URL|FOLDER",
     )  # fmt: skip
     hidden_states_layers: str | None = LARGE_TARGETS(
         help="vLLM's layer ids of the states that --hidden-states-from has, rising, such as"

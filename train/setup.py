@@ -57,10 +57,12 @@ def prepare_setup(settings: TrainSettings, accelerator: Any) -> Setup:
 def open_target(setup: Setup) -> FrozenTarget:
     """Load the parts of the target that the method reads; all processes call this."""
     settings, accelerator = setup.settings, setup.accelerator
-    if settings.hidden_states_from is not None:
+    if (source := settings.hidden_states_from) is not None:
+        from .engine_states import is_engine, open_engine_target
         from .extracted import open_extracted
 
-        return open_extracted(
+        open_source = open_engine_target if is_engine(source) else open_extracted
+        return open_source(
             settings, setup.config, setup.dtype, accelerator.device,
             layers=setup.method.choose_layers(settings, setup.config),
             with_head=setup.needs_head,

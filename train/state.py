@@ -20,6 +20,7 @@ from typing import Any
 
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, summarize
+from specdec.files.manifest import describe_file
 from specdec.files.reading import parse_json, read_json, write_json
 from specdec.options import name_flag
 from specdec.system.logs import get_logger
@@ -207,8 +208,16 @@ def collect_facts(
 
 
 def name_source(settings: TrainSettings) -> dict[str, str]:
-    """Return the fact that hidden states are another program's, where they are."""
-    return {} if settings.hidden_states_from is None else {"--hidden-states-from": "given"}
+    """Return the fact that hidden states are another program's, or of which engine they are."""
+    if settings.hidden_states_from is None:
+        return {}
+    from .engine_states import is_engine
+
+    source = settings.hidden_states_from
+    if not is_engine(source):
+        return {"--hidden-states-from": "given"}
+    sha256 = describe_file(Path(source) / "config.json")["sha256"]
+    return {"--hidden-states-from": f"an engine, config.json {sha256}"}
 
 
 def name_hashes(
