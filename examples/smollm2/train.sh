@@ -68,7 +68,7 @@ drafter() {
     specdec train --method "$2" --max-steps "$3" --model-dir "$MODEL" --data "$WORK/data.jsonl" \
       --output-dir "$WORK/$1" --model-max-length 384 --batch-size "${ROWS:-4}" --dtype bfloat16 \
       --self-distillation 1 --eval-rows 128 --eval-steps 0 --eval-prompts "${EVAL_PROMPTS:-16}" \
-      --save-steps 200 --seed 1 --resume "${@:4}"
+      --save-steps 200 --seed 1 --resume "${@:4}" ${TRAIN_FLAGS:-}
 }
 # A draft model of the same tokens: cut out of the target, then taught by it.
 draft() {
@@ -82,8 +82,8 @@ draft() {
 }
 # The model's steps are cheap: few tokens at a time, of few that occur, are all that can pay.
 eagle3() {
-  drafter eagle3 eagle "$1" --eagle-version 3 --eagle-draft-vocab-size 4096 \
-    --eagle-intermediate-size 768 --eagle-num-steps 3 --learning-rate 2e-3
+  drafter eagle3 eagle "$1" --eagle-version 3 --eagle-draft-vocab-size "${DRAFT_VOCAB:-4096}" \
+    --eagle-intermediate-size "${MLP_SIZE:-768}" --eagle-num-steps 3 --learning-rate 2e-3
 }
 # An output layer over 49,152 tokens in each head: too large to ship.
 medusa() { drafter medusa medusa "$1" --medusa-num-heads 3 --learning-rate 5e-4; }

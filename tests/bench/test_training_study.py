@@ -85,6 +85,21 @@ def test_recipes_are_trained_measured_and_joined(words: list[str], tmp_path: Pat
         study.main([*words, "--minutes", "2"])
 
 
+def test_recipes_go_on_from_a_drafter_by_equal_tokens(words: list[str], tmp_path: Path) -> None:
+    study.main([*words, "--only", "kl"])
+    out = tmp_path / "further"
+    first = ["--start-from", str(tmp_path / "out" / "kl"), "--tokens", "100", "--only", "kl", "tv"]
+    study.main([*words, *first, "--output-dir", str(out)])
+    recipes = json.loads((out / "study.json").read_text())["recipes"]
+    before = json.loads((tmp_path / "out" / "kl.json").read_text())
+    assert list(recipes) == ["start", "kl", "tv"]
+    assert recipes["start"]["tokens_per_step"] == before["tokens_per_step"]
+    assert recipes["start"]["steps"] == 0
+    assert recipes["kl"]["steps"] == recipes["tv"]["steps"] > 1
+    assert "--start-from" in recipes["tv"]["flags"]
+    assert (out / "states" / "manifest.json").exists()
+
+
 def test_the_best_of_each_group_is_joined() -> None:
     lengths = {"kl": 2.0, "tv": 1.9, "lk": 2.1, "lk_hybrid": 2.2, "uniform": 2.0, "muon": 2.5}
     results = {name: {"tokens_per_step": length} for name, length in lengths.items()}
