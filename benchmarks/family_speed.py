@@ -60,13 +60,26 @@ TEMPLATE = (
 class Shape:
     """Sizes of a published model: transformers' class, fields of its config.json, a file's type.
 
-    published_layers: of the model; num_hidden_layers in the fields says how many the file has.
+    published_layers: of the model; num_hidden_layers in the fields, or in those of a wrapper's text
+    model, says how many the file has.
     """
 
     family: str
     kind: str
     published_layers: int
     fields: Mapping[str, Any]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the file."""
+        return int(self.fields.get("text_config", self.fields)["num_hidden_layers"])
+
+    @property
+    def class_name(self) -> str:
+        """transformers' class of the model, or of the wrapper that has its text model."""
+        if "text_config" in self.fields:
+            return f"{self.family}ForConditionalGeneration"
+        return f"{self.family.removesuffix('Text')}ForCausalLM"
 
 
 def place_layers(count: int, places: Sequence[int], kind: str, other: str) -> list[str]:
@@ -131,6 +144,18 @@ SHAPES = {
             "layer_types": place_layers(20, (4, 9, 14, 19), FULL, SLIDING),
         },
     ),
+    "gemma-4-26B-A4B": Shape(
+        family="Gemma4Text", kind="Q4_K_M", published_layers=30,
+        fields={
+            "vocab_size": 262144, "hidden_size": 2816, "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112, "moe_intermediate_size": 704, "enable_moe_block": True,
+            "num_experts": 128, "top_k_experts": 8, "num_hidden_layers": 3,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+            "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "sliding_window": 1024,
+            "final_logit_softcapping": 30.0, "layer_types": place_layers(3, (2,), FULL, SLIDING),
+        },
+    ),
     "gpt-oss-20b": Shape(
         family="GptOss", kind="MXFP4_MOE", published_layers=24,
         fields={
@@ -146,6 +171,21 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen3-VL-2B": Shape(
+        family="Qwen3VL", kind="Q4_K_M", published_layers=28,
+        fields={
+            "tie_word_embeddings": True,
+            "text_config": {
+                "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
+                "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 262144,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True,
+                    "mrope_section": [24, 20, 20],
+                },
+            },
+        },
+    ),
 }  # fmt: skip
 
 
@@ -155,7 +195,7 @@ def list_tensors(shape: Shape) -> tuple[Any, dict[str, tuple[str, list[int]]]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     make_config = getattr(transformers, f"{shape.family}Config")
-    name = f"{shape.family.removesuffix('Text')}ForCausalLM"
+    name = shape.class_name
     fields, has_blocks = dict(shape.fields), "quantization_config" in shape.fields
     config = make_config(**fields)
     config.architectures, config.dtype = [name], "bfloat16"
@@ -163,7 +203,7 @@ def list_tensors(shape: Shape) -> tuple[Any, dict[str, tuple[str, list[int]]]]:
     with torch.device("meta"):
         model = getattr(transformers, name)(make_config(**fields))
     tensors = dict(revert_weight_conversion(model, model.state_dict()))
-    if config.tie_word_embeddings:
+    if config.get_text_config().tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     listed: dict[str, tuple[str, list[int]]] = {}
     for key, tensor in tensors.items():
@@ -182,9 +222,12 @@ def write_folder(shape: Shape, folder: Path) -> None:
     folder.mkdir(parents=True)
     config, listed = list_tensors(shape)
     # As published: transformers has other names for some kinds of layers.
-    values = config.to_dict() | dict(shape.fields)
+    values = config.to_dict()
+    for key, value in shape.fields.items():
+        values[key] = {**values[key], **value} if key == "text_config" else value
     (folder / "config.json").write_text(json.dumps(values, indent=2, default=str))
-    write_tokenizer(folder, int(config.vocab_size), is_gemma=shape.family == "Gemma4Text")
+    vocab_size = int(config.get_text_config().vocab_size)
+    write_tokenizer(folder, vocab_size, is_gemma=shape.family == "Gemma4Text")
     header, end = {}, 0
     for key, (dtype, sizes) in listed.items():
         start, end = end, end + math.prod(sizes) * (2 if dtype == "BF16" else 1)
@@ -288,8 +331,7 @@ def write_tokenizer(folder: Path, vocab_size: int, *, is_gemma: bool) -> None:
 def make_file(name: str, args: argparse.Namespace) -> Path:
     """Return a model's GGUF file, made unless it is there; raise PeerError."""
     shape = SHAPES[name]
-    layers = shape.fields["num_hidden_layers"]
-    file: Path = args.folder / f"{name}-{layers}-layers-{shape.kind}.gguf"
+    file: Path = args.folder / f"{name}-{shape.num_layers}-layers-{shape.kind}.gguf"
     if file.exists():
         return file
     folder, whole = args.folder / f"{name}.folder", args.folder / f"{name}-BF16.gguf"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.layers import ACTIVATIONS, CutGate
+from specdec.engine.layers import ACTIVATIONS, GATES, CutGate
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_models import ExpertBiases, ExpertSizes, PackedExperts
@@ -59,7 +59,7 @@ class ExpertLayer:
         self.counters = np.zeros(3, np.int64)
         self._activation = activation
         self.packed: PackedExperts | None = None
-        if kernels is not None and router.scales is None:
+        if kernels is not None and (isinstance(activation, CutGate) or activation in GATES):
             self.packed = PackedExperts(
                 kernels,
                 router.weight,
@@ -74,10 +74,12 @@ class ExpertLayer:
                     renormalizes=sizes.renormalizes, uses_sigmoid=sizes.scores == "sigmoid",
                     weight_scale=sizes.weight_scale, sum_epsilon=sizes.sum_epsilon,
                     gate=activation if isinstance(activation, CutGate) else None,
+                    uses_gelu=GATES.get(str(activation)) == "gelu",
                 ),
                 self.counters,
                 ExpertBiases(
-                    router.bias, _join_biases(up), _join_biases(down), router.score_bias
+                    router.bias, _join_biases(up), _join_biases(down), router.score_bias,
+                    router.scales,
                 ),
             )  # fmt: skip
 

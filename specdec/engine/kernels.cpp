@@ -51,7 +51,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 30; }
+int64_t specdec_abi_version() { return 31; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -122,9 +122,9 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
     });                                                                                           \
   }                                                                                               \
   void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const ExpertsRecord *experts, \
-                                    E *out, int64_t is_integer) {                                 \
+                                    E *out, int64_t is_integer, const E *routed_by) {             \
     const auto mix = is_integer ? mix_experts<Integers, E> : mix_experts<E, E>;                   \
-    mix(x, M, D, *experts, out);                                                                  \
+    mix(x, M, D, *experts, out, routed_by);                                                       \
   }                                                                                               \
   void specdec_run_delta_net_##suffix(                                                            \
       const E *qkvz, const E *ba, E *out, const int64_t *runs, int64_t num_runs, float *state,    \

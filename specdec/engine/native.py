@@ -285,15 +285,21 @@ class NativeKernels(MatrixKernels):
         )  # fmt: skip
         return output
 
-    def mix_experts(self, x: Tensor, experts: PackedExperts) -> Tensor:
-        """Return the sum of a rank's experts of a layer for [..., D], see kernels/layers.h."""
-        x = x.contiguous()
-        check("x", x, self.dtype, *x.shape[:-1], experts.hidden)
+    def mix_experts(
+        self, x: Tensor, experts: PackedExperts, routed: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of a rank's experts of a layer for [..., D], see kernels/layers.h.
+
+        routed: what the router reads, x if None.
+        """
+        x, routed = x.contiguous(), None if routed is None else routed.contiguous()
+        for name, tensor in (("x", x), ("what a router reads", routed)):
+            check(name, tensor, self.dtype, *x.shape[:-1], experts.hidden)
         output = torch.empty_like(x)
         self._call_with_threads(
             "mix_experts",
             x.data_ptr(), x.numel() // experts.hidden, experts.hidden, ctypes.byref(experts.record),
-            output.data_ptr(), experts.is_integer,
+            output.data_ptr(), experts.is_integer, get_pointer(routed),
         )  # fmt: skip
         return output
 

@@ -52,10 +52,10 @@ class ExpertsRecord(ctypes.Structure):
         *((name, POINTER) for name in ("router", "router_bias", "up_biases", "down_biases")),
         ("limit", DOUBLE), ("slope", DOUBLE),
         *((name, POINTER) for name in ("up", "down", "shared_up", "shared_down")),
-        *((name, POINTER) for name in ("gate", "score_bias", "counters")),
+        *((name, POINTER) for name in ("gate", "score_bias", "scales", "counters")),
         *((name, INT) for name in ("num", "top_k", "first_expert", "count", "I", "shared_I")),
-        ("renormalizes", INT), ("uses_sigmoid", INT), ("weight_scale", DOUBLE),
-        ("sum_epsilon", DOUBLE),
+        *((name, INT) for name in ("renormalizes", "uses_sigmoid", "uses_gelu")),
+        ("weight_scale", DOUBLE), ("sum_epsilon", DOUBLE),
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.engine.experts import ExpertLayer
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import GATES, Norm, name_activation
 from specdec.engine.linear import Linear
@@ -90,10 +91,10 @@ class KernelLayers(TorchLayers):
             stack.num_heads, *stack.get_heads(layer),
         )  # fmt: skip
 
-    def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        if layer.mixture is None and layer.experts is not None and layer.experts.packed is not None:
-            return self.kernels.mix_experts(h, layer.experts.packed)
-        return super()._run_mlp(layer, h)
+    def _run_experts(self, experts: ExpertLayer, h: Tensor, routed: Tensor | None = None) -> Tensor:
+        if experts.packed is None:
+            return super()._run_experts(experts, h, routed)
+        return self.kernels.mix_experts(h, experts.packed, routed)
 
     def _gate(self, inner: Tensor) -> Tensor:
         activation = self.stack.activation

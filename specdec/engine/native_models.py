@@ -48,7 +48,7 @@ class ExpertSizes:
     """Sizes of a layer's experts: the model's hidden size, and the inner ones of an expert.
 
     first_expert: the number of the rank's first expert among those of the layer. gate: None for
-    silu.
+    silu, and for gelu where `uses_gelu` says so.
     """
 
     hidden: int
@@ -59,22 +59,24 @@ class ExpertSizes:
     renormalizes: bool
     gate: CutGate | None = None
     uses_sigmoid: bool = False
+    uses_gelu: bool = False
     weight_scale: float = 1.0
     sum_epsilon: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertBiases:
-    """Biases of a layer's experts, each of which may be absent.
+    """Biases of a layer's experts, and their scales, each of which may be absent.
 
     router: float32 [E]; up, down: of the rank's experts, [count, 2 I] and [count, D]. scores:
-    float32 [E], of the choice alone.
+    float32 [E], of the choice alone. scales: float32 [E], factors of the experts' weights.
     """
 
     router: Tensor | None = None
     up: Tensor | None = None
     down: Tensor | None = None
     scores: Tensor | None = None
+    scales: Tensor | None = None
 
 
 class PackedExperts:
@@ -96,8 +98,8 @@ class PackedExperts:
         self._check_matrices(kernels.dtype, up, down, shared_expert, sizes)
         self._check_numbers(len(router), len(up), len(down), sizes, counters)
         biases = biases or ExpertBiases()
-        for bias in (biases.router, biases.scores):
-            check("the bias of a router", bias, torch.float32, len(router))
+        for bias in (biases.router, biases.scores, biases.scales):
+            check("biases or scales of a router", bias, torch.float32, len(router))
         for bias, width in ((biases.up, 2 * sizes.inner), (biases.down, sizes.hidden)):
             check("the biases of experts", bias, kernels.dtype, len(up), width)
         limit, slope = (0.0, 0.0) if sizes.gate is None else dataclasses.astuple(sizes.gate)
@@ -112,9 +114,10 @@ class PackedExperts:
             packed.data_ptr(), *map(get_pointer, (biases.router, biases.up, biases.down)),
             limit, slope, *(array.ctypes.data for array in pointers),
             *(get_pointer(tensor) for tensor in shared_expert or (None, None, None)),
-            get_pointer(biases.scores), counters.ctypes.data, len(router), sizes.top_k,
+            get_pointer(biases.scores), get_pointer(biases.scales), counters.ctypes.data,
+            len(router), sizes.top_k,
             sizes.first_expert, len(up), sizes.inner, sizes.shared_inner, sizes.renormalizes,
-            sizes.uses_sigmoid, sizes.weight_scale, sizes.sum_epsilon,
+            sizes.uses_sigmoid, sizes.uses_gelu, sizes.weight_scale, sizes.sum_epsilon,
         )  # fmt: skip
 
     def _check_matrices(

@@ -381,7 +381,7 @@ class TorchLayers:
         if (mixture := layer.mixture) is not None:
             assert layer.experts is not None
             read, routed = (self._norm(x, n) for n in (mixture.input_norm, mixture.router_norm))
-            of_experts = self.stack.sum(layer.experts(read, routed))
+            of_experts = self.stack.sum(self._run_experts(layer.experts, read, routed))
             delta = self._norm(delta, mixture.mlp_norm)
             delta = delta + self._norm(of_experts, mixture.expert_norm)
         x = x + self._norm(delta, layer.down_norm)
@@ -449,13 +449,16 @@ class TorchLayers:
 
     def _run_mlp(self, layer: Layer, h: Tensor) -> Tensor:
         if layer.experts is not None and layer.mixture is None:
-            return layer.experts(h)
+            return self._run_experts(layer.experts, h)
         assert layer.up is not None
         assert layer.down is not None
         inner = layer.up(h)
         if self.stack.is_gated:
             return layer.down(self._gate(inner))
         return layer.down(ACTIVATIONS[self.stack.activation](inner))
+
+    def _run_experts(self, experts: ExpertLayer, h: Tensor, routed: Tensor | None = None) -> Tensor:
+        return experts(h, routed)
 
     def _gate(self, inner: Tensor) -> Tensor:
         """Activate the first half of [..., 2 * n] and multiply it by the other."""

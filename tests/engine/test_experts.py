@@ -13,7 +13,7 @@ from specdec.engine.experts import ExpertLayer, Router
 from specdec.engine.layers import CutGate
 from specdec.engine.linear import Linear
 from specdec.engine.native import NativeKernels
-from specdec.engine.native_models import ExpertSizes, PackedExperts
+from specdec.engine.native_models import ExpertBiases, ExpertSizes, PackedExperts
 from specdec.model.experts import Experts
 from tests.engine.kernels import needs_compiler
 
@@ -23,11 +23,12 @@ HIDDEN = 72
 
 def make_layer(
     sizes: Experts, kernels: NativeKernels | None, rank: int = 0, *, broken: int | None = None,
-    router: torch.Tensor | None = None, gate: CutGate | None = None,
+    router: torch.Tensor | None = None, gate: CutGate | None = None, is_gemma: bool = False,
 ) -> ExpertLayer:  # fmt: skip
     """A rank's part of random experts. broken: the expert whose matrices are NaN.
 
-    gate: that of gpt-oss, whose router and experts have biases.
+    gate: that of gpt-oss, whose router and experts have biases. is_gemma: as Gemma 4 has them, with
+    gelu and scales.
     """
     generator = torch.Generator().manual_seed(sizes.num)
 
@@ -61,17 +62,22 @@ def make_layer(
         shared = parts[0], parts[1], make(1, HIDDEN)
     drawn = make(sizes.num, HIDDEN)
     bias = None if gate is None else 3 * drawn[:, 0].clone()
+    scales = 1 + drawn[:, 1] if is_gemma else None
     return ExpertLayer(
-        sizes, rank, gate or "swiglu", Router(drawn if router is None else router, bias),
+        sizes, rank, gate or ("gelu_tanh" if is_gemma else "swiglu"),
+        Router(drawn if router is None else router, bias, scales=scales),
         [up for up, _ in own], [down for _, down in own], shared, kernels,
     )  # fmt: skip
 
 
-def run(layer: ExpertLayer, kernels: NativeKernels | None, x: torch.Tensor) -> torch.Tensor:
+def run(
+    layer: ExpertLayer, kernels: NativeKernels | None, x: torch.Tensor,
+    routed: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     if kernels is None:
-        return layer(x)
+        return layer(x, routed)
     assert layer.packed is not None
-    return kernels.mix_experts(x, layer.packed)
+    return kernels.mix_experts(x, layer.packed, routed)
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "native"])
@@ -114,6 +120,21 @@ def test_a_cut_gate_and_biases_by_their_definition(
             inner = (up.clamp(-1.25, 1.25) + 1) * activated * torch.sigmoid(1.7 * activated)
             expected[place] += weight * plain.down[e](inner)
     torch.testing.assert_close(run(make_layer(sizes, kernels, gate=gate), kernels, x), expected)
+
+
+def test_scales_and_a_router_with_an_input_of_its_own(kernels: NativeKernels | None) -> None:
+    """As Gemma 4 has them, whose weights are made to add up to 1 before they are scaled."""
+    sizes, routed = Experts(num=5, top_k=2, inner=40), X.flip(-1)
+    plain, expected = make_layer(sizes, None, is_gemma=True), torch.zeros_like(X)
+    assert plain.router.scales is not None
+    for place in np.ndindex(2, 7):
+        top = (plain.router.weight @ routed[place]).topk(2)
+        for e, weight in zip(top.indices.tolist(), top.values.softmax(0), strict=True):
+            multiplied, activated = plain.up[e](X[place]).chunk(2)
+            gelu = torch.nn.functional.gelu(activated, approximate="tanh")
+            expected[place] += weight * plain.router.scales[e] * plain.down[e](gelu * multiplied)
+    layer = make_layer(sizes, kernels, is_gemma=True)
+    torch.testing.assert_close(run(layer, kernels, X, routed), expected)
 
 
 @pytest.mark.parametrize("gate", [None, CutGate(1.25, 1.7)], ids=["silu", "cut"])
@@ -193,6 +214,10 @@ def test_what_is_no_layer_of_experts_is_refused(library: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             PackedExperts(kernels, **(good | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="biases or scales of a router"):
+        PackedExperts(kernels, **good, biases=ExpertBiases(scales=torch.zeros(2)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="what a router reads is"):
+        kernels.mix_experts(torch.zeros(2, HIDDEN), experts, torch.zeros(3, HIDDEN))
     for x in (torch.zeros(2, HIDDEN - 1), torch.zeros(2, HIDDEN, dtype=torch.float16)):
         with pytest.raises(ValueError, match="x is"):
             kernels.mix_experts(x, experts)

@@ -13,16 +13,17 @@ namespace {
 // counted from `first_expert`, packed: the rows that are multiplied, then those that are activated;
 // down: [D, I]; gate: [D], of the shared expert, or null for none; that is absent where shared_I is 0.
 // counters: steps, tokens, experts chosen by any of a step's tokens. router_bias: [num]; up_biases, down_biases: [count, 2 I]
-// and [count, D]; each may be null, as score_bias [num], of the choice alone. limit, slope: of `gate_mul_cut`, or limit is 0 for silu.
+// and [count, D]; each may be null, as score_bias [num], of the choice alone, and scales [num], of the weight of
+// each expert. limit, slope: of `gate_mul_cut`, or limit is 0 for silu, and for gelu where uses_gelu says so.
 struct ExpertsRecord {
   const float *router, *router_bias;
   const void *up_biases, *down_biases;
   double limit, slope;
   const void *const *up, *const *down;
   const void *shared_up, *shared_down, *gate;
-  const float *score_bias;
+  const float *score_bias, *scales;
   int64_t *counters;
-  int64_t num, top_k, first_expert, count, I, shared_I, renormalizes, uses_sigmoid;
+  int64_t num, top_k, first_expert, count, I, shared_I, renormalizes, uses_sigmoid, uses_gelu;
   double weight_scale, sum_epsilon;
 };
 
@@ -77,7 +78,7 @@ struct Expert {
         up_bias(static_cast<const E *>(up_bias)), down_bias(static_cast<const E *>(down_bias)) {}
 };
 
-// products [M, D] = down (silu(gate x) * up x), for M rows of x, or with the gate of `gate_mul_cut`.
+// products [M, D] = down (silu(gate x) * up x), for M rows of x, or with gelu or the gate of `gate_mul_cut`.
 template <typename W, typename E>
 void run_expert(const E *x, int64_t M, int64_t D, const Expert<W, E> &expert, const ExpertsRecord &e,
                 ExpertBuffers<E> &buffers) {
@@ -89,6 +90,8 @@ void run_expert(const E *x, int64_t M, int64_t D, const Expert<W, E> &expert, co
   if (e.limit > 0)
     gate_mul_cut(buffers.halves.data(), buffers.gated.data(), M, I, static_cast<float>(e.slope),
                  static_cast<float>(e.limit));
+  else if (e.uses_gelu)
+    gate_mul<gelu_tanh>(buffers.halves.data(), buffers.gated.data(), M, I, I);
   else
     gate_mul<silu>(buffers.halves.data(), buffers.gated.data(), M, I, I);
   multiply(buffers.gated.data(), M, I, expert.down, expert.down_bias, D, buffers.products.data());
@@ -96,18 +99,21 @@ void run_expert(const E *x, int64_t M, int64_t D, const Expert<W, E> &expert, co
 
 // Computes out [M, D], the sum of a rank's experts for x [M, D]. An expert's matrices are read once for
 // all its tokens; a token's experts are added up in the order of their numbers, whoever goes with it.
+// routed_by: [M, D], what the router reads, or null for x.
 template <typename W, typename E>
-void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *out) {
+void mix_experts(const E *x, int64_t M, int64_t D, const ExpertsRecord &e, E *out,
+                 const E *routed_by = nullptr) {
   std::vector<float> scores(M * e.num), sums(M * D, 0.0f);
   std::vector<std::vector<std::pair<int64_t, float>>> routed(e.num);  // tokens and their weights
   std::vector<Ranked> queue;
-  multiply(x, M, D, e.router, e.router_bias, e.num, scores.data());
+  multiply(routed_by == nullptr ? x : routed_by, M, D, e.router, e.router_bias, e.num, scores.data());
   for (int64_t m = 0; m < M; ++m) {
     const float divisor = choose_experts(&scores[m * e.num], e, queue);
     const float scale = static_cast<float>(e.weight_scale);
     for (int64_t k = 0; k < e.top_k; ++k) {
       const int64_t expert = queue[k].second;
-      routed[expert].emplace_back(m, scores[m * e.num + expert] / divisor * scale);
+      const float own_scale = e.scales == nullptr ? 1.0f : e.scales[expert];
+      routed[expert].emplace_back(m, scores[m * e.num + expert] / divisor * own_scale * scale);
     }
   }
   e.counters[0] += 1;
