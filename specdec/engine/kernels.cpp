@@ -15,8 +15,6 @@
 // R cache rows, D hidden, I inner size.
 
 #include "kernels/delta_net.h"
-#include "kernels/mamba2.h"
-#include "kernels/short_conv.h"
 #include "kernels/layers.h"
 
 namespace {
@@ -51,7 +49,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 31; }
+int64_t specdec_abi_version() { return 32; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -113,12 +111,14 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
       E *x, const E *first, E *out, const void *layers, const E *const *final_norm, E *cache,     \
       const int64_t *rows, const int64_t *positions, const int64_t *lines, const int64_t *past,   \
       const uint8_t *tree_mask, const int64_t *observed_layers, E *observed,                      \
-      const uint8_t *output_mask, const Shape *shape, const Scalars *scalars) {                   \
+      const uint8_t *output_mask, const Shape *shape, const Scalars *scalars,                     \
+      const StatesRecord *states) {                                                               \
     const Shape &s = *shape;                                                                      \
     const auto run = s.is_integer ? run_layers<Integers, E> : run_layers<E, E>;                   \
     run_in_team(s.B * s.T * s.D * s.D > kParallelWork, [&] {                                      \
       const Step step{s.B, s.T, s.C, rows, positions, lines, past, tree_mask, output_mask};       \
-      run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, s, *scalars);\
+      run(x, first, out, layers, final_norm, cache, step, observed_layers, observed, s, *scalars, \
+          states);                                                                                \
     });                                                                                           \
   }                                                                                               \
   void specdec_mix_experts_##suffix(const E *x, int64_t M, int64_t D, const ExpertsRecord *experts, \
@@ -254,6 +254,8 @@ int64_t specdec_size_of_Scalars = sizeof(Scalars);
 int64_t specdec_size_of_SearchShape = sizeof(SearchShape);
 int64_t specdec_size_of_DeltaSizes = sizeof(DeltaSizes);
 int64_t specdec_size_of_ConvSizes = sizeof(ConvSizes);
+int64_t specdec_size_of_RecurrenceRecord = sizeof(RecurrenceRecord);
+int64_t specdec_size_of_StatesRecord = sizeof(StatesRecord);
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

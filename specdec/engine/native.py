@@ -14,7 +14,6 @@ from specdec.engine.layers import GATES, Attention, Norm
 from specdec.engine.linear_states import LinearStates
 from specdec.engine.native_border import (
     ConvSizes,
-    DeltaSizes,
     SearchShape,
     Shape,
     StepPlan,
@@ -34,6 +33,7 @@ from specdec.engine.native_models import (
     PackedLayers,
     count_lines,
 )
+from specdec.engine.native_states import describe_heads, describe_states
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.model.linear_attention import HeadStateSizes
 from specdec.system import logs
@@ -53,14 +53,6 @@ def load_kernels(info: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
 def _list_states(states: LinearStates, index: int) -> tuple[Tensor, ...]:
     """Return the state, the window and the logs of a layer, in the order that kernels take."""
     return states.state[index], states.window[index], *(log[index] for log in states.log)
-
-
-def _describe_heads(sizes: HeadStateSizes, states: LinearStates) -> DeltaSizes:
-    """Return the sizes of a layer with a state for each head, as kernels take them."""
-    return DeltaSizes(
-        sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size,
-        sizes.num_taps, states.log[0].shape[2],
-    )  # fmt: skip
 
 
 class NativeKernels(MatrixKernels):
@@ -209,7 +201,7 @@ class NativeKernels(MatrixKernels):
             check("taps or decay", tensor, torch.float32, *shape)
         layer_states = _list_states(states, index)
         output = qkvz.new_zeros((batch, num_tokens, width))
-        record = _describe_heads(sizes, states)
+        record = describe_heads(sizes, states.log[0].shape[2])
         self._call(
             "run_delta_net",
             qkvz.data_ptr(), ba.data_ptr(), output.data_ptr(), states.table.ctypes.data,
@@ -246,7 +238,7 @@ class NativeKernels(MatrixKernels):
         layer_states = _list_states(states, index)
         dtype = self.dtype if is_normed else torch.float32
         output = product.new_zeros((batch, num_tokens, width), dtype=dtype)
-        record = _describe_heads(sizes, states)
+        record = describe_heads(sizes, states.log[0].shape[2])
         self._call(
             "run_mamba2",
             product.data_ptr(), output.data_ptr(), states.table.ctypes.data, len(states.table),
@@ -312,10 +304,12 @@ class NativeKernels(MatrixKernels):
         observed_layers: Sequence[int],
         first_input: Tensor | None = None,
         output_mask: BoolArray | None = None,
+        states: LinearStates | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all layers of a decoder over one step, in one call.
 
-        x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H];
+        x: [B, T, D], overwritten by the last layer's output; cache: [layers, 2, R, K, S, H], of
+        those that attend; states: of the others, which have begun the step, None where all attend.
         first_input: [B, T, F], what the first layer's attention reads, its normed input if None.
         output_mask: [B, T], the tokens whose last output is computed; that of others is zeros. Not
         where the last layer is observed.
@@ -323,6 +317,7 @@ class NativeKernels(MatrixKernels):
         [B, T, n * D].
         """
         self._check_layers(x, layers, cache, plan, first_input)
+        layers.check_states(states, cache.shape[2])
         if any(not 0 <= layer < layers.num_layers for layer in observed_layers):
             raise ValueError(f"layers {observed_layers} of {layers.num_layers}")
         if output_mask is not None:
@@ -341,13 +336,15 @@ class NativeKernels(MatrixKernels):
             0 if first_input is None else first_input.shape[-1], *layers.sizes,
             cache.shape[2], cache.shape[4], layers.rotated, layers.num_layers,
             layers.activation, layers.is_gated, len(observed_layers), layers.is_integer,
+            *layers.widths,
         )  # fmt: skip
+        record = None if states is None else ctypes.byref(describe_states(states, self.dtype))
         self._call_with_threads(
             "run_layers",
             x.data_ptr(), get_pointer(first_input), normed.data_ptr(), layers.records,
             layers.final, cache.data_ptr(), *plan.pointers, get_address(layer_numbers),
             get_pointer(outputs), None if output_mask is None else get_address(output_mask),
-            ctypes.byref(shape), ctypes.byref(layers.scalars),
+            ctypes.byref(shape), ctypes.byref(layers.scalars), record,
         )  # fmt: skip
         return normed, None if outputs is None else torch.cat(list(outputs), dim=-1)
 
@@ -360,10 +357,10 @@ class NativeKernels(MatrixKernels):
         depth = hidden if first_input is None else first_input.shape[-1]
         if layers.dtype is not self.dtype:
             raise ValueError(f"layers of {layers.dtype} do not go with {self.dtype}")
-        num_qkv = layers.num_qkv
-        check_packed("the first matrix", layers.first_matrix, self.dtype, num_qkv, depth)
+        num_outputs = layers.num_first_outputs
+        check_packed("the first matrix", layers.first_matrix, self.dtype, num_outputs, depth)
         num_rows, num_positions = cache.shape[2], cache.shape[4]
-        cache_shape = layers.num_layers, 2, num_rows, num_kv_heads, num_positions, head_size
+        cache_shape = layers.num_attending, 2, num_rows, num_kv_heads, num_positions, head_size
         check_all(
             self.dtype,
             ("x", x, (plan.batch, plan.num_tokens, hidden)),

@@ -41,7 +41,7 @@ class LayerRecord(ctypes.Structure):
         *((name, POINTER) for name in HEAD_NORMS),
         *((name + suffix, POINTER) for name in LAYER_NORMS[2:] for suffix in ("", "_bias")),
         ("cosine", POINTER), ("sine", POINTER), ("sinks", POINTER), ("window", INT),
-        ("query_shift", INT), ("experts", POINTER),
+        ("query_shift", INT), ("experts", POINTER), ("recurrence", POINTER),
     ]  # fmt: skip
 
 
@@ -67,6 +67,7 @@ class Shape(ctypes.Structure):
         for name in (
             *("B", "T", "C", "first_depth", "D", "N", "K", "H", "I", "R", "S", "rotated"),
             *("num_layers", "activation", "is_gated", "observing", "is_integer"),
+            *("product_width", "mixed_width"),
         )
     ]
 
@@ -98,7 +99,31 @@ class ConvSizes(ctypes.Structure):
     _fields_ = [(name, INT) for name in ("C", "taps", "P")]
 
 
-RECORDS = (LayerRecord, ExpertsRecord, Shape, Scalars, SearchShape, DeltaSizes, ConvSizes)
+class RecurrenceRecord(ctypes.Structure):
+    """A layer with a state, the kernels' `RecurrenceRecord` in kernels/recurrences.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("weights", "conv_bias", "rate", "bias", "skip", "norm")),
+        ("epsilon", DOUBLE),
+        *((name, INT) for name in ("kind", "index", "width", "out_width")),
+    ]  # fmt: skip
+
+
+class StatesRecord(ctypes.Structure):
+    """A step's runs and states, the kernels' `StatesRecord` in kernels/recurrences.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("runs", "state", "window", "keys", "deltas", "decays")),
+        ("inputs", POINTER),
+        *((name, INT) for name in ("num_runs", "R", "C")),
+        ("heads", DeltaSizes),
+    ]  # fmt: skip
+
+
+RECORDS = (
+    LayerRecord, ExpertsRecord, Shape, Scalars, SearchShape, DeltaSizes, ConvSizes,
+    RecurrenceRecord, StatesRecord,
+)  # fmt: skip
 
 
 def get_pointer(tensor: Tensor | None) -> int | None:

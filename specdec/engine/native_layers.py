@@ -5,19 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.engine.delta_net import DeltaNet
 from specdec.engine.experts import ExpertLayer
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.layers import GATES, Norm, name_activation
 from specdec.engine.linear import Linear
+from specdec.engine.mamba2 import Mamba2
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_border import StepPlan
 from specdec.engine.native_models import PackedLayers
+from specdec.engine.native_states import MAMBA2, SHORT_CONV, PackedRecurrence
+from specdec.engine.short_conv import ShortConv
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import (
     Layer,
     Outcome,
+    Recurrent,
     Stack,
     TorchLayers,
+    begin_runs,
     find_lines,
     find_past,
 )
@@ -124,10 +130,13 @@ class NativeLayers:
         """Run the layers as `TorchLayers.run` does."""
         x = x if is_normed else x.clone(memory_format=torch.contiguous_format)
         is_last_observed = len(self.stack.layers) - 1 in observed_layers
+        states, runs = cache.states, begin_runs(step, cache)
         normed, observed_outputs = self.kernels.run_layers(
             x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
-            first_input, None if is_last_observed else step.output_mask,
+            first_input, None if is_last_observed else step.output_mask, states,
         )  # fmt: skip
+        if states is not None and runs is not None:
+            states.finish(runs)
         return normed if is_normed else x, observed_outputs
 
 
@@ -136,8 +145,7 @@ def choose_native(stack: Stack, kernels: NativeKernels) -> NativeLayers | Kernel
     activation_numbers = GATED_ACTIVATIONS if stack.is_gated else PLAIN_ACTIVATIONS
     activation = activation_numbers.get(stack.activation)
     is_usual = stack.final_norm is not None and not stack.has_gates and not stack.is_uneven
-    is_usual = is_usual and all(layer.recurrence is None for layer in stack.layers)
-    is_usual = is_usual and len({layer.experts is None for layer in stack.layers}) == 1
+    is_usual = is_usual and not any(isinstance(x.recurrence, DeltaNet) for x in stack.layers)
     # One call takes matrices of one type: a checkpoint may leave some modules unquantized.
     if stack.group is not None or activation is None or not is_usual or len(_list_types(stack)) > 1:
         return KernelLayers(stack, kernels)
@@ -180,6 +188,20 @@ def _pack(stack: Stack, activation: int) -> PackedLayers:
         for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
             row[name] = norm.weight if norm is not None else None
         weights.append(row)
-    experts = [layer.experts for layer in stack.layers]
-    packed = [e.packed for e in experts if e is not None and e.packed is not None]
-    return PackedLayers(weights, stack, activation, packed)
+    experts = {
+        index: layer.experts.packed for index, layer in enumerate(stack.layers)
+        if layer.experts is not None and layer.experts.packed is not None
+    }  # fmt: skip
+    recurrences = {
+        index: _pack_recurrence(layer.recurrence, layer.input_norm.weight.dtype)
+        for index, layer in enumerate(stack.layers) if layer.recurrence is not None
+    }  # fmt: skip
+    return PackedLayers(weights, stack, activation, experts, recurrences)
+
+
+def _pack_recurrence(layer: Recurrent, dtype: torch.dtype) -> PackedRecurrence:
+    if isinstance(layer, ShortConv):
+        return PackedRecurrence(dtype, SHORT_CONV, layer, None, (layer.bias,))
+    assert isinstance(layer, Mamba2)
+    vectors = layer.conv_bias, layer.decay, layer.bias, layer.skip
+    return PackedRecurrence(dtype, MAMBA2, layer, layer.norm, vectors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.layers import CutGate
+from specdec.engine.linear_states import LinearStates
 from specdec.engine.native_border import (
     HEAD_NORMS,
     LAYER_MATRICES,
@@ -27,6 +28,7 @@ from specdec.engine.native_border import (
     get_pointer,
 )
 from specdec.engine.native_matrices import KernelMatrix, MatrixKernels
+from specdec.engine.native_states import PackedRecurrence
 from specdec.engine.rotary import RotaryTable
 from specdec.engine.tree import FloatArray, IntArray
 
@@ -159,36 +161,35 @@ class PackedLayers:
     weights: of each layer its tensors by the names of `LayerRecord`, absent ones left out or None.
     They are kept alive. The matrices are of one type, integers or that of all else. stack: a
     `Stack` of torch_layers.py, which imports this module; its layers attend alike but for window
-    and table. activation: its number. experts: of each layer, which has no up and down then.
+    and table. activation: its number. experts: of each layer that has no up and down, by its
+    number. recurrences: of each layer that does not attend.
     """
 
     def __init__(
         self, weights: Sequence[Mapping[str, Tensor | None]], stack: Any, activation: int,
-        experts: Sequence[PackedExperts] = (),
+        experts: Mapping[int, PackedExperts], recurrences: Mapping[int, PackedRecurrence],
     ) -> None:  # fmt: skip
         assert stack.final_norm is not None
         final = stack.final_norm.weight, stack.final_norm.bias
         hidden, head_size, is_gated = len(final[0]), stack.head_size, stack.is_gated
-        num_heads, num_kv_heads, up = stack.num_heads, stack.num_kv_heads, stack.layers[0].up
+        num_heads, num_kv_heads = stack.num_heads, stack.num_kv_heads
         num_ups = 2 if is_gated else 1  # matrices in `up`
-        inner = 0 if up is None else up.num_outputs // num_ups
+        inner = max(layer.up.num_outputs if layer.up else 0 for layer in stack.layers) // num_ups
         self._tensors, self._experts = (weights, final), experts
+        self._recurrences = recurrences
         norm, qkv = weights[0]["norm"], weights[0]["qkv"]
         assert norm is not None
         assert qkv is not None
         self.dtype = norm.dtype
         self.is_integer = qkv.dtype is torch.uint8
         self.first_matrix = qkv  # an EAGLE net's first layer may read more than others
-        self.num_qkv = (num_heads + 2 * num_kv_heads) * head_size
-        shapes = {
-            "qkv": (self.num_qkv, hidden), "dense": (hidden, num_heads * head_size),
-            "up": (inner * num_ups, hidden), "down": (hidden, inner),
-        }  # fmt: skip
-        for index, tensors in enumerate(weights):
-            self._check_layer(index, tensors, shapes, head_size)
-        for tensor in final:
-            check("the last norm", tensor, self.dtype, hidden)
-        self._check_experts(hidden, len(weights))
+        layer_widths = self._list_widths(stack)
+        self.num_first_outputs = layer_widths[0][0]
+        # The most that a layer's first product yields of a token, and that its second one reads.
+        self.widths = tuple(map(max, zip(*layer_widths, strict=True)))
+        self._check_layers(layer_widths, hidden, (inner, num_ups), head_size)
+        check_all(self.dtype, *(("the last norm", tensor, (hidden,)) for tensor in final))
+        self._check_experts(hidden)
         scale, cap = stack.layers[0].attention.scale, stack.layers[0].attention.cap
         self.scalars = Scalars(stack.final_norm.epsilon, scale, cap or 0.0, stack.share)
         self._final = np.array([get_pointer(t) or 0 for t in final], np.uint64)
@@ -196,7 +197,27 @@ class PackedLayers:
         self.sizes = (hidden, num_heads, num_kv_heads, head_size, inner)
         self._fill_records([layer.attention for layer in stack.layers])
         self.num_layers = len(weights)
+        self.num_attending = self.num_layers - len(self._recurrences)
         self.activation, self.is_gated = activation, int(is_gated)
+
+    def _check_layers(
+        self, widths: Sequence[tuple[int, int]], hidden: int, inner: tuple[int, int], head_size: int
+    ) -> None:
+        """Check each layer's tensors. inner: of an MLP, and the matrices of that size in `up`."""
+        for index, tensors in enumerate(self._tensors[0]):
+            width, mixed_width = widths[index]
+            shapes = {
+                "qkv": (width, hidden), "dense": (hidden, mixed_width),
+                "up": (inner[0] * inner[1], hidden), "down": (hidden, inner[0]),
+            }  # fmt: skip
+            self._check_layer(index, tensors, shapes, head_size)
+
+    def _list_widths(self, stack: Any) -> list[tuple[int, int]]:
+        """List what each layer's first product yields of a token, and what its second one reads."""
+        attended = stack.num_heads * stack.head_size
+        usual_widths = attended + 2 * stack.num_kv_heads * stack.head_size, attended
+        layers = [self._recurrences.get(index) for index in range(len(stack.layers))]
+        return [usual_widths if x is None else (x.width, x.output_width) for x in layers]
 
     def _check_layer(
         self, index: int, tensors: Mapping[str, Tensor | None],
@@ -210,19 +231,25 @@ class PackedLayers:
         for name in LAYER_MATRICES:
             label, matrix = f"{name} of layer {index}", tensors.get(name)
             check(f"the bias of {label}", tensors.get(f"{name}_bias"), self.dtype, shapes[name][0])
-            if matrix is None and self._experts and name in ("up", "down"):
+            if matrix is None and index in self._experts and name in ("up", "down"):
                 continue
             if matrix is None or (matrix.dtype is torch.uint8) != self.is_integer:
                 raise ValueError(f"{label} is not of the first matrix's type")
             if matrix is not self.first_matrix:
                 check_packed(label, matrix, self.dtype, *shapes[name])
 
-    def _check_experts(self, hidden: int, num_layers: int) -> None:
-        experts, dtype = self._experts, self.first_matrix.dtype
-        if experts and {(e.hidden, e.matrix_dtype) for e in experts} != {(hidden, dtype)}:
+    def _check_experts(self, hidden: int) -> None:
+        dtype = self.first_matrix.dtype
+        if any((e.hidden, e.matrix_dtype) != (hidden, dtype) for e in self._experts.values()):
             raise ValueError(f"experts of another size or type than {hidden} and {dtype}")
-        if experts and len(experts) != num_layers:
-            raise ValueError(f"experts of {len(experts)} layers, of {num_layers}")
+
+    def check_states(self, states: LinearStates | None, num_rows: int) -> None:
+        """Raise ValueError where states do not go with the layers, or with a cache's rows."""
+        found = () if states is None else states.window.shape[:2]
+        expected = (len(self._recurrences), num_rows) if self._recurrences else ()
+        of_layers = next(iter(self._recurrences.values())).sizes if self._recurrences else None
+        if found != expected or (states is not None and states.sizes != of_layers):
+            raise ValueError(f"states of {found} layers and rows, of {expected}, or other sizes")
 
     def _fill_records(self, attentions: Sequence[Any]) -> None:
         """Write a record for each layer, of its tensors' addresses and of how it attends."""
@@ -241,8 +268,10 @@ class PackedLayers:
             check("sinks", attention.sinks, self.dtype, self.sizes[1])
             record.sinks = get_pointer(attention.sinks)
             record.window = attention.window or 0
-            if self._experts:
+            if index in self._experts:
                 record.experts = ctypes.addressof(self._experts[index].record)
+            if index in self._recurrences:
+                record.recurrence = self._recurrences[index].address
 
 
 @dataclasses.dataclass(frozen=True)

@@ -355,16 +355,48 @@ struct Checks {
     tell("attend", sum);
   }
 
+  // The states of a layer: short convolutions of kC channels and kTaps taps, or Mamba-2 with a group, two
+  // heads of 24 numbers and a state of 16.
+  struct States {
+    static constexpr int64_t kTaps = 3, kLogged = 4, kRows = 3, kHeads = 2, kKeys = 16, kValues = 24;
+    static constexpr int64_t kC = 2 * kKeys + kHeads * kValues;
+    std::vector<float> state = std::vector<float>(kRows * kHeads * kKeys * kValues);
+    std::vector<float> keys = std::vector<float>(kRows * kLogged * kKeys);
+    std::vector<float> deltas = std::vector<float>(kRows * kLogged * kHeads * kValues);
+    std::vector<float> decays = std::vector<float>(kRows * kLogged * kHeads);
+    Numbers window = Numbers(kRows * (kTaps - 1) * kC), inputs = Numbers(kRows * kLogged * kC);
+
+    uint64_t sum() const { return add_bits(add_bits(kStart, state), window); }
+  };
+
   // Two layers of a decoder over random caches, the first with the window. is_normed: with norms of
   // queries, keys and what is added, with caps, and with another rotary table for the second layer.
+  // recurrence: of the second layer in place of attention, 0 a short convolution, 1 Mamba-2.
   struct Layers {
     int64_t N, K, H, I, window, activation, is_gated, bits;  // 0, or of integers
     bool has_bias, is_normed = false;
+    int64_t recurrence = -1;
     int64_t D = N * H, R = 3, S = 96, rotated = H;
     std::vector<Numbers> kept;
     std::vector<std::vector<char>> kept_integers;
     std::vector<const void *> pointers, final_norm;
     Numbers embedding, row, cosine, sine, sinks;
+    std::vector<std::vector<uint32_t>> vectors;  // float32, of the second layer's recurrence
+    std::vector<int64_t> recurrence_record;
+    // Of a step of the second layer: its states, and of each row the tokens that are there, that are kept
+    // and that were accepted of the step before.
+    mutable States *states = nullptr;
+    mutable std::vector<int64_t> counts, kept_counts, folded_counts;
+
+    // What the second layer's first product yields of a token, and what its last one reads.
+    int64_t width(int layer) const {
+      if (layer == 0 || recurrence < 0) return (N + 2 * K) * H;
+      return recurrence == 0 ? 3 * States::kC : States::kC + States::kHeads * (States::kValues + 1);
+    }
+    int64_t mixed_width(int layer) const {
+      if (layer == 0 || recurrence < 0) return N * H;
+      return recurrence == 0 ? States::kC : States::kHeads * States::kValues;
+    }
 
     const void *keep(const Numbers &numbers) {
       kept.push_back(numbers);
@@ -387,8 +419,8 @@ struct Checks {
       const auto bias = [&](int64_t size) { return has_bias ? vector(size) : nullptr; };
       for (int layer = 0; layer < 2; ++layer)
         for (const void *pointer : {
-                 vector(D), bias(D), matrix((N + 2 * K) * H, D), bias((N + 2 * K) * H),
-                 matrix(D, D), bias(D), vector(D), bias(D), matrix(I * (1 + is_gated), D),
+                 vector(D), bias(D), matrix(width(layer), D), bias(width(layer)),
+                 matrix(D, mixed_width(layer)), bias(D), vector(D), bias(D), matrix(I * (1 + is_gated), D),
                  bias(I * (1 + is_gated)), matrix(D, I), bias(D), extra(H), extra(H), extra(D),
                  static_cast<const void *>(nullptr), extra(D), static_cast<const void *>(nullptr)})
           pointers.push_back(pointer);
@@ -398,6 +430,18 @@ struct Checks {
       cosine = make<T>(S * H, -3);
       sine = make<T>(S * H, -3);
       sinks = make<T>(N, -1);
+      if (recurrence < 0) return;
+      const int64_t sizes[] = {States::kTaps * States::kC, States::kC, States::kHeads, States::kHeads,
+                               States::kHeads};
+      for (int64_t size : sizes) vectors.push_back(make<Float32>(size, -3));
+      for (uint32_t &rate : vectors[2]) rate |= 1u << 31;  // states fade
+      for (const auto &list : vectors) recurrence_record.push_back(reinterpret_cast<int64_t>(list.data()));
+      recurrence_record.push_back(reinterpret_cast<int64_t>(vector(mixed_width(1))));
+      const double epsilon = 1e-5;
+      recurrence_record.push_back(0);
+      std::memcpy(&recurrence_record.back(), &epsilon, sizeof epsilon);
+      for (int64_t number : {recurrence, int64_t(0), width(1), mixed_width(1)})
+        recurrence_record.push_back(number);
     }
 
     // Every row of the cache holds the same numbers.
@@ -430,8 +474,27 @@ struct Checks {
         }
       }
       const int64_t shape[] = {B, n, n, 0, D, N, K, H, I, R, S, rotated, 2, activation,
-                               is_gated, 0, bits > 0};
-      // Of a layer its pointers, its rotary table, its sinks, its window, no shift and no experts.
+                               is_gated, 0, bits > 0, std::max(width(0), width(1)),
+                               std::max(mixed_width(0), mixed_width(1))};
+      std::vector<int64_t> runs, states_record;
+      if (states != nullptr) {
+        for (int64_t b = 0; b < B; ++b)
+          for (int64_t number : {b, b * n, counts[b], kept_counts[b], folded_counts[b]})
+            runs.push_back(number);
+        for (const void *pointer : {static_cast<const void *>(runs.data()),
+                                    static_cast<const void *>(states->state.data()),
+                                    static_cast<const void *>(states->window.data()),
+                                    static_cast<const void *>(states->keys.data()),
+                                    static_cast<const void *>(states->deltas.data()),
+                                    static_cast<const void *>(states->decays.data()),
+                                    static_cast<const void *>(states->inputs.data())})
+          states_record.push_back(reinterpret_cast<int64_t>(pointer));
+        for (int64_t number : {B, R, States::kC, int64_t(1), States::kHeads, States::kKeys,
+                               States::kValues, States::kTaps, States::kLogged})
+          states_record.push_back(number);
+      }
+      // Of a layer its pointers, its rotary table, its sinks, its window, no shift, no experts, and its
+      // recurrence.
       std::vector<const void *> records;
       for (int layer = 0; layer < 2; ++layer) {
         const bool is_other = layer == 1 && is_normed;
@@ -441,16 +504,21 @@ struct Checks {
                                   static_cast<const void *>(is_other ? cosine.data() : sine.data()),
                                   static_cast<const void *>(is_other ? sinks.data() : nullptr),
                                   reinterpret_cast<const void *>(own_window),
-                                  static_cast<const void *>(nullptr), static_cast<const void *>(nullptr)})
+                                  static_cast<const void *>(nullptr), static_cast<const void *>(nullptr),
+                                  static_cast<const void *>(layer == 1 && recurrence >= 0
+                                                                ? recurrence_record.data()
+                                                                : nullptr)})
           records.push_back(field);
       }
       const float scalars[] = {1e-5f, 0.125f, is_normed ? 2.0f : 0.0f, is_normed ? 0.3f : 1.0f};
       find<void(E *, const E *, E *, const void *, const void *const *, E *, const int64_t *,
                 const int64_t *, const int64_t *, const int64_t *, const uint8_t *, const int64_t *, E *,
-                const uint8_t *, const int64_t *, const float *)>(name("specdec_run_layers"))(
+                const uint8_t *, const int64_t *, const float *, const int64_t *)>(
+          name("specdec_run_layers"))(
           x.data(), nullptr, out.data(), records.data(), final_norm.data(), cache.data(), rows.data(),
           positions.data(), positions.data(), past.data(), mask.data(), nullptr, nullptr,
-          wanted.empty() ? nullptr : wanted.data(), shape, scalars);
+          wanted.empty() ? nullptr : wanted.data(), shape, scalars,
+          states == nullptr ? nullptr : states_record.data());
       return out;
     }
   };
@@ -506,6 +574,63 @@ struct Checks {
     return sum;
   }
 
+  // A chain of tokens whose second layer has a state: alone, in a batch, as drafts of which two are
+  // accepted, behind drafts that are rejected, and at the front of a prompt.
+  static uint64_t state_steps(Layers layers, const std::string &what) {
+    const int64_t past = 37, D = layers.D;
+    const std::vector<int64_t> chain = {5, 9, 2, 30, 41}, line = {-1, 0, 1, 2, 3};
+    layers.fill();
+    Numbers cache = layers.make_cache(), expected;
+    States alone, states;
+    const auto step = [&](States &of, Numbers &to, const std::vector<int64_t> &pasts,
+                          const std::vector<int64_t> &tokens, std::vector<int64_t> counts,
+                          std::vector<int64_t> kept, std::vector<int64_t> folded,
+                          const std::vector<uint8_t> &wanted = {}) {
+      layers.states = &of;
+      layers.counts = counts, layers.kept_counts = kept, layers.folded_counts = folded;
+      std::vector<int64_t> parents(tokens.size());
+      for (size_t t = 0; t < tokens.size(); ++t) parents[t] = static_cast<int64_t>(t) - 1;
+      return layers.step(to, pasts, tokens, parents, wanted);
+    };
+    const auto check = [&](const Numbers &found, int64_t at, int64_t first, int64_t count,
+                           const std::string &where) {
+      expect(std::equal(found.begin() + at * D, found.begin() + (at + count) * D,
+                        expected.begin() + first * D),
+             what + where);
+    };
+    for (size_t at = 0; at < chain.size(); ++at) {
+      const Numbers state =
+          step(alone, cache, {past + static_cast<int64_t>(at)}, {chain[at]}, {1}, {1}, {0});
+      expected.insert(expected.end(), state.begin(), state.end());
+    }
+    const uint64_t sum = add_bits(add_bits(kStart, expected), &alone.state[0], 64);
+    // Two rows: all of the chain as drafts, and three tokens of it beside padding.
+    cache = layers.make_cache();
+    Numbers found = step(states, cache, {past, past}, chain, {5, 3}, {1, 1}, {0, 0});
+    check(found, 0, 0, 5, ", drafts");
+    check(found, 5, 0, 3, ", drafts beside padding");
+    // Two drafts of the first row were accepted, none of the second.
+    found = step(states, cache, {past + 3, past + 1}, {30, 41}, {2, 2}, {2, 2}, {2, 0});
+    check(found, 0, 3, 2, ", behind accepted drafts");
+    expect(add_bits(kStart, states.state.data(), sizeof(float) * states.state.size() / 3) ==
+               add_bits(kStart, alone.state.data(), sizeof(float) * alone.state.size() / 3),
+           what + ", the state");
+    // Of the last layer nothing is read but one token: the states are those of all.
+    std::vector<int64_t> prompt = chain;
+    for (int64_t t = 5; t < 23; ++t) prompt.push_back(t);
+    States whole, cut;
+    Numbers fresh = layers.make_cache();
+    found = step(whole, fresh, {past}, prompt, {23}, {23}, {0});
+    check(found, 0, 0, 5, ", in a prompt");
+    std::vector<uint8_t> wanted(23);
+    wanted[3] = 1;
+    fresh = layers.make_cache();
+    found = step(cut, fresh, {past}, prompt, {23}, {23}, {0}, wanted);
+    check(found, 3, 3, 1, ", one token wanted");
+    expect(cut.sum() == whole.sum(), what + ", the state where one token is wanted");
+    return sum;
+  }
+
   static void all_steps() {
     const int64_t heads[][3] = {{3, 3, 64}, {4, 2, 64}, {6, 1, 32}, {4, 2, 40}, {1, 1, 128}};
     uint64_t plain = kStart, integers = kStart;
@@ -529,6 +654,11 @@ struct Checks {
     tell("run_layers_integers", integers);
     tell("run_layers_normed", steps({4, 2, 40, 48, 7, 1, 1, 0, false, true},
                                     name("run_layers") + ", normed"));
+    for (int64_t kind : {0, 1}) {
+      const std::string label = kind == 0 ? "run_layers_convolved" : "run_layers_mamba2";
+      const Layers hybrid{4, 2, 40, 48, 7, 0, 1, 0, kind == 0, false, kind};
+      tell(label, state_steps(hybrid, name(label)));
+    }
     tell("run_layers_erf", steps({4, 2, 40, 48, 0, 2, 0, 0, true}, name("run_layers") + ", erf"));
   }
 

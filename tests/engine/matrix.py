@@ -178,8 +178,8 @@ def group(build: Build, kernel: str) -> tuple[object, ...]:
         kernel,
         form.is_fused,
         form.pairs if kernel.endswith("bf16") else "",
-        # The C library's own erf and log.
-        build.is_cross if "erf" in kernel or "scores" in kernel else False,
+        # The C library's own erf, exp and log.
+        build.is_cross and any(word in kernel for word in ("erf", "scores", "mamba2")),
     )
 
 

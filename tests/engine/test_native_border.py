@@ -69,7 +69,7 @@ def make_layers(
         final_norm=Norm(norm, None, 1e-5), num_heads=HEADS, num_kv_heads=HEADS, head_size=SIZE,
         is_gated=True, layers=[layer, layer], share=1.0,
     )  # fmt: skip
-    return PackedLayers([row, row | changed], stack, 0)
+    return PackedLayers([row, row | changed], stack, 0, {}, {})
 
 
 def run_layers(kernels: NativeKernels, **changed: Any) -> None:
@@ -237,9 +237,7 @@ def test_a_library_without_our_kernels(library: Path, tmp_path: Path) -> None:
         NativeKernels(tmp_path / "empty.so", SINGLE)
 
 
-@pytest.mark.parametrize(
-    "name", ["LayerRecord", "ExpertsRecord", "Shape", "Scalars", "SearchShape"]
-)
+@pytest.mark.parametrize("name", [record.__name__ for record in native_border.RECORDS])
 def test_a_record_of_another_size(
     library: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "recurrences.h"
 #include "search.h"
 
 namespace {
@@ -185,9 +186,10 @@ void spread_rows(E *x, int64_t M, int64_t width, const uint8_t *output_mask, int
 
 // The weights of a decoder's layer. up: gate and up stacked where it is gated; q_norm, k_norm: norms of
 // queries and of keys; dense_norm, down_norm: norms of the outputs of dense and of down; cosine, sine:
-// null for a layer without positions; window, query_shift, sinks: as of Attention; experts: instead of up and down. Absent
-// ones are null, and a layer without post norm has attention and MLP read the same input. Matrices are
-// packed, of type W; all else is of type E.
+// null for a layer without positions; window, query_shift, sinks: as of Attention; experts: instead of up and down;
+// recurrence: instead of attention, with qkv for its first product. Absent ones are null, and a layer
+// without post norm has attention and MLP read the same input. Matrices are packed, of type W; all else
+// is of type E.
 template <typename W, typename E>
 struct LayerRecord {
   const E *norm, *norm_bias;
@@ -202,16 +204,19 @@ struct LayerRecord {
   const E *cosine, *sine, *sinks;
   int64_t window, query_shift;
   const ExpertsRecord *experts;
+  const RecurrenceRecord *recurrence;
 };
 
 // The layers of a decoder over one step's tokens. Legend as above; M = B T tokens. first: [M,
 // first_depth], what the first layer's attention reads, or null where that is its normed input. x: [M,
 // D], overwritten by the last layer's output; out: [M, D], its norm; observed: [number of them, M, D].
 // step.output_mask: [M], zero for tokens of which the last layer writes no more than keys and values, so
-// that x, out and observed hold zeros for them; or null.
+// that x, out and observed hold zeros for them; or null. cache: of the layers that attend, one after
+// another. states: of the others, or null where there are none; product_width, mixed_width: the most
+// numbers of a token that a layer's first product yields and that its second one reads.
 struct Shape {
   int64_t B, T, C, first_depth, D, N, K, H, I, R, S, rotated, num_layers, activation;
-  int64_t is_gated, observing, is_integer;
+  int64_t is_gated, observing, is_integer, product_width, mixed_width;
 };
 
 // share: factor of the outputs of attention and MLP when they are added to the layer's input.
@@ -222,17 +227,19 @@ struct Scalars {
 template <typename W, typename E>
 void run_layers(E *x, const E *first, E *out, const void *records, const E *const *final_norm, E *cache,
                 const Step &step, const int64_t *observed_layers, E *observed, const Shape &s,
-                const Scalars &scalars) {
+                const Scalars &scalars, const StatesRecord *states) {
   const auto *layers = static_cast<const LayerRecord<W, E> *>(records);
   const uint8_t *output_mask = step.output_mask;
   const float epsilon = scalars.epsilon, share = scalars.share;
   const int64_t num_tokens = s.B * s.T;
   int64_t M = num_tokens;
   const int64_t heads = (s.N + 2 * s.K) * s.H, up_width = s.I * (1 + s.is_gated);
-  const int64_t layer_cache = 2 * s.R * s.K * s.S * s.H;
-  std::vector<E> qkv(M * heads), attended(M * s.N * s.H), mixed(M * s.D), up(M * up_width);
+  const int64_t cache_size = 2 * s.R * s.K * s.S * s.H;  // of a layer
+  std::vector<E> qkv(M * s.product_width), attended(M * s.mixed_width), mixed(M * s.D);
+  std::vector<E> up(M * up_width);
   std::vector<E> gated(s.is_gated ? M * s.I : 0), down_output(M * s.D);
   const MembersWait members_wait;  // before these are gone
+  E *layer_cache = cache;
   if (first == nullptr)
     add_norm<E>(x, nullptr, nullptr, share, layers->norm, layers->norm_bias, out, M, s.D, epsilon);
   for (int64_t layer = 0; layer < s.num_layers; ++layer) {
@@ -245,14 +252,21 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
         w.window, scalars.scale, scalars.cap, epsilon, 0.0f, w.query_shift, w.sinks};
     const bool has_input = layer == 0 && first != nullptr;
     const bool is_cut = output_mask != nullptr && is_last;
-    multiply(has_input ? first : out, M, has_input ? s.first_depth : s.D, w.qkv, w.qkv_bias, heads,
-             qkv.data());
-    Step layer_step = step;
-    if (!is_cut) layer_step.output_mask = nullptr;
-    Attend<E>(qkv.data(), cache + layer * layer_cache, attention, layer_step,
-              {s.N, s.K, s.H, s.R, s.S}, attended.data()).run();
+    const bool attends = w.recurrence == nullptr;
+    const int64_t mixed_width = attends ? s.N * s.H : w.recurrence->out_width;
+    multiply(has_input ? first : out, M, has_input ? s.first_depth : s.D, w.qkv, w.qkv_bias,
+             attends ? heads : w.recurrence->width, qkv.data());
+    if (attends) {
+      Step layer_step = step;
+      if (!is_cut) layer_step.output_mask = nullptr;
+      Attend<E>(qkv.data(), layer_cache, attention, layer_step, {s.N, s.K, s.H, s.R, s.S},
+                attended.data()).run();
+      layer_cache += cache_size;
+    } else {
+      run_recurrence(qkv.data(), M, *w.recurrence, *states, attended.data());
+    }
     if (is_cut) {
-      gather_rows(attended.data(), M, s.N * s.H, output_mask);
+      gather_rows(attended.data(), M, mixed_width, output_mask);
       if (w.post == nullptr) gather_rows(out, M, s.D, output_mask);  // which the MLP reads, too
       M = gather_rows(x, M, s.D, output_mask);
       if (M == 0) {
@@ -261,7 +275,7 @@ void run_layers(E *x, const E *first, E *out, const void *records, const E *cons
         return;
       }
     }
-    multiply(attended.data(), M, s.N * s.H, w.dense, w.dense_bias, s.D, mixed.data());
+    multiply(attended.data(), M, mixed_width, w.dense, w.dense_bias, s.D, mixed.data());
     if (w.post != nullptr)
       add_norm(x, mixed.data(), dense_norm, share, w.post, w.post_bias, out, M, s.D, epsilon);
     E *down = w.post != nullptr ? mixed.data() : down_output.data();

@@ -37,10 +37,11 @@ struct ShortConv {
     }
     const int64_t M = static_cast<int64_t>(tokens.size());
     gated.resize(M * s.C);
-    run_in_team(M * s.C * s.taps > kParallelWork, [&] {
-      for_each(M, true, [&](int64_t m) { gate(m); });
-      for_each(M, true, [&](int64_t m) { convolve(m); });
-      for_each(num_runs, true, [&](int64_t n) { log(n); });
+    const bool is_long = M * s.C * s.taps > kParallelWork;
+    run_in_team(is_long, [&] {
+      for_each(M, is_long, [&](int64_t m) { gate(m); });
+      for_each(M, is_long, [&](int64_t m) { convolve(m); });
+      for_each(num_runs, is_long, [&](int64_t n) { log(n); });
     });
   }
 
