@@ -7,12 +7,16 @@ from pathlib import Path
 
 from .processes import run_logged
 
-# The converter knows no byte-level tokenizer but published ones.
+# The converter knows no byte-level tokenizer but published ones, and imports SentencePiece before
+# it finds that a folder has none.
 CONVERT = """
 import runpy, sys
 sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+def lack_model(self):
+    raise FileNotFoundError("tokenizer.model")
+TextModel._create_vocab_sentencepiece = lack_model
 sys.argv = sys.argv[1:]
 runpy.run_path(f"{sys.argv[0]}/convert_hf_to_gguf.py", run_name="__main__")
 """
