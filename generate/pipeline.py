@@ -81,9 +81,11 @@ def list_run_options(settings: GenerateSettings) -> dict[str, Any]:
             run["draft_tokenizer_dir"] = settings.draft_model_dir
     if settings.no_speculation:
         flags = {name: flag for kind in DRAFTS for name, flag in get_flags(kind).items()}
-        run |= {"draft_len": None, "draft_tree_tokens": None, "draft_vocabulary": "same"} | {
+        run |= {"draft_tree_tokens": None, "draft_vocabulary": "same"} | {
             name: default for name, (_, default) in flags.items()
         }
+        if settings.draft_len != "auto":  # which a run refuses, and not only a draft model has
+            run["draft_len"] = None
     return run
 
 

@@ -51,6 +51,7 @@ from .response_body import ResponseBody
 from .responses import ResponseAnswer
 from .scheduler import Job, JobScheduler
 from .schema import (
+    TEMPLATE,
     Body,
     ChatBody,
     CompletionBody,
@@ -191,7 +192,8 @@ class Endpoints:
         body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
         self._log_ignored(ignored)
         if not prepared:
-            return JSONResponse(OllamaAnswer(body, self._model, [], self._table).load())
+            answer = OllamaAnswer(body, self._model, [], self._table, ignored)
+            return JSONResponse(answer.load())
         most_choices = self._scheduler.max_queue + self._engine.max_batch_size
         if len(prepared) > most_choices:
             raise BadRequest(
@@ -297,6 +299,9 @@ class Endpoints:
             raise BadRequest("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             return self._find_chat_tokens(body.make_chat())
+        for name in (*body.list_given(TEMPLATE), "tools"):
+            if getattr(body, name):
+                raise BadRequest(f"{name} has no place beside prompt: give messages", name)
         has_special = body.add_special_tokens is not False
         encoding = self._engine.tokenizer(
             body.prompt, add_special_tokens=has_special, verbose=False

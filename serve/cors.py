@@ -11,8 +11,9 @@ from .protocol import BadRequest
 
 Headers = list[tuple[bytes, bytes]]
 ANY = "*"
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
-DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
+DEFAULT_PORTS = {"http": 80, "https": 443}  # which browsers leave out
+MAX_PORT = 65535
 HEADER_NAMES = re.compile(rb"[\w!#$%&'*+.^`|~, -]{0,1000}")  # that a preflight request asks for
 EXPOSED = b"x-request-id, request-id, retry-after"
 MAX_AGE = b"600"  # seconds that a browser remembers a preflight's answer
@@ -103,9 +104,20 @@ def _check_origin(origin: str) -> None:
             "give scheme, host and port as a browser sends them, such as http://localhost:3000,"
             " without a path",
         )
-    port = match[2]
-    if port is not None and port == DEFAULT_PORTS.get(origin.lower().partition(":")[0]):
+    if match[2] is None:
+        return
+    address, port = origin[: match.start(2) - 1], int(match[2])
+    if not 1 <= port <= MAX_PORT:
         raise UsageError(
-            f"--cors-origin {origin} is never sent: browsers leave {port} out",
-            f"give {origin[: -len(port)]}",
+            f"--cors-origin {origin} has the port {port}, ports are 1 to {MAX_PORT}",
+            "give the page's port",
+        )
+    if port == DEFAULT_PORTS.get(address.lower().partition(":")[0]):
+        raise UsageError(
+            f"--cors-origin {origin} is never sent: browsers leave :{port} out", f"give {address}"
+        )
+    if match[2] != str(port):
+        raise UsageError(
+            f"--cors-origin {origin} is never sent: browsers write the port as {port}",
+            f"give {address}:{port}",
         )

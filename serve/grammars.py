@@ -29,7 +29,7 @@ class BodyGrammar(NamedTuple):
     """Grammar that a body asks for.
 
     param: the parameter that asks for it, None where no parameter does. grammar: its form as a
-    Prompt has it. ignored: paths of a JSON schema's keywords without effect.
+    Prompt has it. ignored: paths of keywords of a JSON schema, and of white space, without effect.
     """
 
     param: str | None
@@ -39,18 +39,19 @@ class BodyGrammar(NamedTuple):
 
 def find_grammar(body: GenerationBody) -> BodyGrammar:
     """Return the grammar that an answer keeps to; BadRequest where a body asks for several."""
-    grammars = _list_grammars(body)
+    grammars, spacings = _list_grammars(body), _list_spacings(body)
+    for paths in (list(grammars), list(spacings)):
+        if len(paths) > 1:
+            raise BadRequest(f"{' and '.join(paths)} are both given", paths[0].partition(".")[0])
     if not grammars:
-        return BodyGrammar(None, None, [])
+        return BodyGrammar(None, None, list(spacings))
     path, (kind, value) = next(iter(grammars.items()))
     param = path.partition(".")[0]
-    if len(grammars) > 1:
-        raise BadRequest(f"{' and '.join(grammars)} are both given", param)
     if body.ignore_eos:
         raise BadRequest("ignore_eos has no place beside a grammar", "ignore_eos")
-    grammar = _complete(path, kind, value, _choose_spacing(body))
+    grammar = _complete(path, kind, value, next(iter(spacings.values()), SPACING))
     if "json_schema" not in grammar:
-        return BodyGrammar(param, grammar, [])
+        return BodyGrammar(param, grammar, list(spacings))
     # Other keywords that no grammar can keep to are refused when the grammar is compiled.
     fitted = fit_schema(grammar["json_schema"])
     if fitted.faults:
@@ -75,13 +76,20 @@ def _list_grammars(body: GenerationBody) -> dict[str, tuple[str, Any]]:
     }  # fmt: skip
 
 
-def _choose_spacing(body: GenerationBody) -> Mapping[str, Any]:
-    """Return llguidance's options for the white space of a JSON text."""
+def _list_spacings(body: GenerationBody) -> dict[str, Mapping[str, Any]]:
+    """List llguidance's options for the white space of a JSON text by the paths that give them."""
     structured = body.structured_outputs or StructuredOutputs()
-    pattern = structured.whitespace_pattern or body.guided_whitespace_pattern
-    if pattern is not None:
-        return {"whitespace_flexible": True, "whitespace_pattern": pattern}
-    return {"whitespace_flexible": False} if structured.disable_any_whitespace else SPACING
+    patterns = {
+        "structured_outputs.whitespace_pattern": structured.whitespace_pattern,
+        "guided_whitespace_pattern": body.guided_whitespace_pattern,
+    }
+    spacings: dict[str, Mapping[str, Any]] = {
+        path: {"whitespace_flexible": True, "whitespace_pattern": pattern}
+        for path, pattern in patterns.items() if pattern is not None
+    }  # fmt: skip
+    if structured.disable_any_whitespace:
+        spacings["structured_outputs.disable_any_whitespace"] = {"whitespace_flexible": False}
+    return spacings
 
 
 def _read_format(path: str, form: ResponseFormat | TextFormat) -> tuple[str, Any] | None:

@@ -26,6 +26,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
      "give the model, or leave it out: an engine has been made with its drafter"),
     (lambda s: not s.model_dir and not s.engine_dir,
      "missing --model-dir, or --engine-dir", "give it on the command line or in a --config recipe"),
+    (lambda s: s.served_model_name == "",
+     "--served-model-name is empty", "give a name, or leave it out"),
 )  # fmt: skip
 
 

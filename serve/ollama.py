@@ -244,7 +244,8 @@ class OllamaAnswer(ChatAnswer):
 
     def load(self) -> dict[str, Any]:
         """Return the answer to a body that asks for nothing but the model."""
-        return self._make_line() | {"done": True, "done_reason": "load"}
+        ignored = {"specdec": {"ignored": self._ignored}}
+        return self._make_line() | {"done": True, "done_reason": "load", **ignored}
 
     def _make_line(
         self, *, content: str = "", thinking: str = "", tool_calls: Sequence[Any] = (),

@@ -30,6 +30,7 @@ from .schema import (
 from .tools import Calling, GrammarWriter
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
+RANDOM_SEED = -1  # as vLLM, llama.cpp and Ollama take it
 
 
 class BodyInputs(NamedTuple):
@@ -68,7 +69,7 @@ def make_requests(
         ignored.append("spaces_between_special_tokens")
     param, grammar, ignored_keywords = find_grammar(body)
     ignored += ignored_keywords
-    seed = secrets.randbits(63) if body.seed is None else body.seed
+    seed = secrets.randbits(63) if body.seed in (None, RANDOM_SEED) else body.seed
     settings = _read_settings(body, engine, inputs.settings)
     settings |= {"seed": seed % 2**64, "grammar": grammar}
     # The parameters by the fields of a Prompt, where their names differ.

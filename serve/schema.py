@@ -155,8 +155,8 @@ class Thinking(Parameters):
     type: str | None = parameter(THINKING_TYPE)
 
     @property
-    def is_on(self) -> bool:
-        return self.type != "disabled"
+    def is_on(self) -> bool | None:
+        return None if self.type is None else self.type != "disabled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,6 +287,12 @@ class GenerationBody(Body):
     return_origins: bool | None = parameter(BOOL)  # for our page: origin of each token
     return_trees: bool | None = parameter(BOOL)  # for our page: draft tree of each step
 
+    def list_ignored(self) -> list[str]:
+        options = self.stream_options or StreamOptions()
+        if not options.continuous_usage_stats or options.include_usage:
+            return super().list_ignored()
+        return [*super().list_ignored(), "stream_options.continuous_usage_stats"]
+
     @property
     def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens that an answer lists; None for no log-probabilities."""
@@ -382,8 +388,19 @@ class ConversationBody(GenerationBody):
             name: (f"chat_template_kwargs.{name[:100]}", value)
             for name, value in (self.chat_template_kwargs or {}).items()
         }
+        for name, path, value in self.list_switches():
+            other_path, other_value = variables.setdefault(name, (path, value))
+            if other_value != value:
+                raise refuse(
+                    path, f"sets the template's {name} to {shorten(value)}, and {other_path} to"
+                    f" {shorten(other_value)}: leave one out",
+                )  # fmt: skip
+        return variables
+
+    def list_switches(self) -> list[tuple[str, str, Any]]:
+        """Return parameters that are variables of the template: variable, path and value."""
         named = {"reasoning_effort": self.effort, "enable_thinking": self.thinking_switch}
-        return variables | {name: pair for name, pair in named.items() if pair[1] is not None}
+        return [(name, *pair) for name, pair in named.items() if pair[1] is not None]
 
     def list_template_settings(self) -> dict[str, Any]:
         """Return the settings of the chat template, by the field of a Prompt."""
@@ -433,22 +450,23 @@ class ChatBody(ConversationBody):
 
     @property
     def effort(self) -> tuple[str, str | None]:
-        if self.reasoning_effort is None and self.reasoning is not None:
-            return "reasoning.effort", self.reasoning.effort
         return "reasoning_effort", self.reasoning_effort
 
-    @property
-    def thinking_switch(self) -> tuple[str, bool | None]:
-        if self.thinking is not None:
-            return "thinking.type", self.thinking.is_on
-        if self.reasoning is not None and self.reasoning.enabled is not None:
-            return "reasoning.enabled", self.reasoning.enabled
-        return super().thinking_switch
+    def list_switches(self) -> list[tuple[str, str, Any]]:
+        reasoning, thinking = self.reasoning or Reasoning(), self.thinking or Thinking()
+        foreign = [
+            ("reasoning_effort", "reasoning.effort", reasoning.effort),
+            ("enable_thinking", "reasoning.enabled", reasoning.enabled),
+            ("enable_thinking", "thinking.type", thinking.is_on),
+        ]
+        return super().list_switches() + [row for row in foreign if row[2] is not None]
 
     @property
     def hides_reasoning(self) -> bool:
-        is_excluded = self.reasoning is not None and bool(self.reasoning.exclude)
-        return is_excluded or self.include_reasoning is False
+        is_excluded = None if self.reasoning is None else self.reasoning.exclude
+        if is_excluded is not None and is_excluded is self.include_reasoning:
+            raise refuse("include_reasoning", f"is {is_excluded}, and reasoning.exclude too")
+        return bool(is_excluded) or self.include_reasoning is False
 
     def list_turns(self) -> Turns:
         return [(f"messages.{i}", message) for i, message in enumerate(self.messages or ())]

@@ -80,7 +80,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(settings: ServeSettings, key: str | None) -> None:
-    """Raise UsageError for a server that everybody could use without a key."""
+    """Raise UsageError for a server that all could use without a key, or that has one in vain."""
+    if key is not None and settings.allow_anonymous:
+        raise UsageError(
+            "--allow-anonymous beside a key, which every client has to send",
+            f"leave out --allow-anonymous, or --api-key-file and {SERVER_KEY_VARIABLE}",
+        )
     if key is None and not settings.allow_anonymous and not is_loopback(settings.host):
         raise UsageError(
             f"--host {settings.host} can be reached from elsewhere, and there is no key",

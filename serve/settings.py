@@ -104,7 +104,7 @@ class ServeSettings:
         600.0, minimum=0.001, maximum=10**6, metavar="S", help="Seconds that a request may take."
     )
     max_body_mb: float = MACHINE(
-        4.0, minimum=0.001, metavar="MB", help="Size of the largest request."
+        4.0, minimum=0.001, maximum=10**6, metavar="MB", help="Size of the largest request."
     )
     metrics_prefix: str = MACHINE(
         "specdec", choices=("specdec", "vllm"), help="What the names of metrics begin with."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.requests import Request
+from specdec.decode.requests import END_FLAG, NO_END, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import (
@@ -35,6 +35,8 @@ DEFAULTS = (
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length",
     "min_new_tokens", "num_beams", "guidance_scale",
 )  # fmt: skip
+# Settings of a prompt that are the chat template's alone.
+TEMPLATE_SETTINGS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 FLAGS = {"top_p": "--top-p", "seed": "--random-seed", "stop": "--stop-words"}
 
 
@@ -46,7 +48,7 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
     since they are not applied.
     """
     if settings.end_id is not None:
-        return frozenset([settings.end_id])
+        return frozenset() if settings.end_id == NO_END else frozenset([settings.end_id])
     eos = getattr(tokenizer, "eos_token_id", None)
     end_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
     if settings.tokenizer_dir is not None:
@@ -138,9 +140,11 @@ def make_requests(
         if tokenizer is None and (full_prompt.stop or full_prompt.bad_words):
             raise lack_tokenizer("stop words need" if full_prompt.stop else "bad_words need")
         _check_combination(name_prompt(index), full_prompt, repeats=repeats)
+        _check_encoding(name_prompt(index), prompt, settings)
         request = dataclasses.replace(
             _make_request(full_prompt, ids, end_ids, tokenizer),
             index=index, input_text=text, grammar=_make_grammar(full_prompt, compile_grammar),
+            chosen_end_ids=_list_chosen_ends(prompt, settings),
         )  # fmt: skip
         sampling = request.sampling
         requests += [
@@ -175,6 +179,37 @@ def _check_combination(name: str, prompt: Prompt, *, repeats: bool) -> None:
             "leave best_of out",
             field="best_of",
         )
+
+
+def _check_encoding(name: str, prompt: Prompt, settings: DecodeSettings) -> None:
+    """Raise PromptError for settings of a chat template or a tokenizer that a prompt goes past."""
+    given_settings = prompt.list_given()
+    if prompt.token_ids is not None and prompt.add_special_tokens:
+        raise PromptError(
+            f"{name} is token ids and has add_special_tokens, though no tokenizer reads them",
+            "leave it out, or give the prompt as a text",
+            field="add_special_tokens",
+        )
+    if prompt.messages is not None or (prompt.text is not None and settings.apply_chat_template):
+        return
+    for field in TEMPLATE_SETTINGS:
+        if given_settings.get(field):
+            form = "a text" if prompt.text is not None else "token ids"
+            raise PromptError(
+                f"{name} is {form} and has {field}, though it is put into no chat template",
+                "leave it out, or give messages",
+                field=field,
+            )
+
+
+def _list_chosen_ends(
+    prompt: Prompt, settings: DecodeSettings
+) -> tuple[tuple[str, frozenset[int]], ...]:
+    """Return the end tokens that a user chose, not the model, by what they are called."""
+    chosen = {"end_ids": prompt.end_ids, "stop_token_ids": prompt.stop_token_ids}
+    if settings.end_id not in (None, NO_END):
+        chosen[END_FLAG] = [settings.end_id]
+    return tuple((name, frozenset(ids)) for name, ids in chosen.items() if ids)
 
 
 def _make_grammar(

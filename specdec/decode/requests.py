@@ -31,6 +31,7 @@ DRAFT: Origin = "draft"
 BONUS: Origin = "bonus"
 PLAIN: Origin = "plain"
 NO_ROW = -1  # of a request that waits for one
+END_FLAG, NO_END = "--end-id", -1  # the flag of an end token, and its value for none
 LOGPROB_TOKENS = 64  # of a prompt, whose logits are in memory at once
 
 
@@ -39,6 +40,7 @@ class Request:
     """One prompt, tokenized, with its own settings.
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
+    chosen_end_ids: those of the end tokens that a user chose, by the name of the option.
     form: what else of its tokens is text.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
     wants_prompt_logprobs: whether to tell the same of the prompt, which is then read whole, not
@@ -52,6 +54,7 @@ class Request:
     input_ids: list[int]
     max_output_len: int
     end_ids: frozenset[int]
+    chosen_end_ids: tuple[tuple[str, frozenset[int]], ...] = ()
     input_text: str = ""
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
@@ -353,6 +356,13 @@ def find_problems(
     _add_length_problem(
         problems, request, max_input_len, max_seq_len, max_positions, is_built=is_built
     )
+    if request.form.min_tokens > request.max_output_len:
+        problems.add(
+            f"{request.name} has min_tokens {request.form.min_tokens}, and at most"
+            f" {request.max_output_len} tokens are asked for",
+            "lower min_tokens, or raise the limit",
+            "min_tokens",
+        )
     foreign_tokens = [t for t in request.input_ids if not 0 <= t < vocab_size]
     if foreign_tokens:
         problems.add(
@@ -370,6 +380,14 @@ def find_problems(
             "leave it out",
             "logit_bias",
         )
+    for name, ids in request.chosen_end_ids:
+        if max(ids) < vocab_size:
+            continue
+        fault = f"{max(ids)}, the model's vocabulary has {vocab_size}"
+        if name == END_FLAG:
+            problems.add(f"{name} is {fault}", f"give {NO_END} for no end token, or leave it out")
+        else:
+            problems.add(f"{request.name} has {name} {fault}", "leave it out", name)
     return problems
 
 

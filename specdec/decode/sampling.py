@@ -123,10 +123,9 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     scores = logits.float()
     if min(p.temperature for p in params) < COLD:
         scores = scores - scores.amax(-1, keepdim=True)
-    least_temperature = torch.finfo(torch.float32).tiny
-    temperature = to_device(
-        np.array([max(p.temperature, least_temperature) for p in params], np.float32), device
-    )
+    limits = torch.finfo(torch.float32)
+    temperatures = [min(max(p.temperature, limits.tiny), limits.max) for p in params]
+    temperature = to_device(np.array(temperatures, np.float32), device)
     scores = scores / temperature[:, None]
     scores = _keep_top_k(scores, logits, [p.top_k for p in params])
     scores = _keep_top_p(scores, logits, [p.top_p for p in params])

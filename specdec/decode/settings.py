@@ -60,9 +60,9 @@ class DecodeSettings:
     )
     stop_words: list[str] = TEXT([], help="Texts that end the output; they are cut off.")
     end_id: int | None = TEXT(
-        minimum=0,
-        help="Token that ends the output; if not given, that of the generation config or"
-        " tokenizer.",
+        minimum=-1,
+        help="Token that ends the output, -1 for none; if not given, that of the generation config"
+        " or tokenizer.",
     )  # fmt: skip
     no_speculation: bool = DRAFTING(
         False,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import PromptError, SpecDecError, join_names, shorten, summarize
+from specdec.errors import PromptError, SpecDecError, UsageError, join_names, shorten, summarize
 from specdec.files.reading import read_json
 from specdec.options import is_whole
 from specdec.system.logs import get_logger
@@ -97,10 +97,34 @@ def choose_form(
     choice = settings.apply_chat_template
     applies = (is_chat and has_template) if choice is None else choice
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    if not applies and len(texts) == len(prompts):
+        _refuse_template(settings)
     # An error of `encode_prompt` tells of a template that is missing.
     if texts and not (applies and not has_template):
         _log_form(texts, tokenizer, applies=applies, is_chat=is_chat, is_chosen=choice is not None)
+    if not is_chat:  # else a run follows, which says it
+        _log_unread(prompts, str(getattr(tokenizer, "chat_template", None)))
     return applies
+
+
+def _refuse_template(settings: DecodeSettings) -> None:
+    """Raise UsageError for a chat template that no prompt is put into."""
+    if settings.chat_template is None:
+        return
+    fact, remedy = "--chat-template has no effect on texts", "add --apply-chat-template"
+    if settings.apply_chat_template is False:
+        raise UsageError(f"{fact} with --no-apply-chat-template", "leave one of them out")
+    raise UsageError(fact, remedy)
+
+
+def _log_unread(prompts: Sequence[Prompt], template: str) -> None:
+    """Log the variables of prompts that stand nowhere in the chat template."""
+    names = dict.fromkeys(name for p in prompts for name in p.chat_template_kwargs or ())
+    if unread_names := [name for name in names if name not in template]:
+        logger.warning(
+            "chat_template_kwargs without effect: the chat template does not read %s",
+            join_names(unread_names),
+        )
 
 
 def _log_form(

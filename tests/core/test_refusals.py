@@ -59,6 +59,8 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "--draft-model-dir and --draft-engine-dir are both given", LEAVE_ONE),
         ("serve --engine-dir e --quantization int8", "--quantization without --model-dir",
          "give the model, or leave it out: an engine has been made with its drafter"),
+        ("serve --engine-dir e --served-model-name=", "--served-model-name is empty",
+         "give a name, or leave it out"),
     ],
     "specdec.doctor.cli": [
         ("doctor --clear-cache --engine-dir e",

@@ -151,6 +151,12 @@ def test_one_engine_serves_all_drafts_without_weights(
             "what is rejected is known when",
         ),
         (["abc", "--show-drafts", "--no-speculation"], "", "no effect with --no-speculation"),
+        (["abc", "--draft-len", "auto", "--no-speculation"], "", "no effect with --no-speculation"),
+        (
+            ["--input-file", "-", "--chat-template", "raw", "--no-apply-chat-template"],
+            "abc",
+            "--chat-template has no effect on texts with --no-apply-chat-template",
+        ),
         ([""], "", "prompt 0 is empty"),
         (["abc", "--max-seq-len", "20", "--max-output-len", "19"], "", "lower --max-output-len"),
         (["a", "--draft-model-dir", "x", "--draft-budget", "fixed"], "", "give --draft-len N"),
@@ -309,6 +315,10 @@ def test_run_says_how_a_chat_model_gets_a_chat(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "abc"}]}\n')
     assert told not in call(*run, "--input-file", rows).stderr
+    row = json.loads(rows.read_text()) | {"chat_template_kwargs": {"role": 1, "tihnk": False}}
+    rows.write_text(json.dumps(row))
+    told = "the chat template does not read tihnk"
+    assert call(*run, "--input-file", rows).stderr.count(told) == 1
 
 
 def test_stdin_is_read_once(models: Path, generate: Generate) -> None:

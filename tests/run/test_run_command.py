@@ -241,6 +241,9 @@ def test_an_output_is_replaced_only_with_force(
     [
         ('{"input_ids": [500]}', "holds token 500, the model's vocabulary has 128"),
         ('{"input_ids": []}', "prompt 0 is empty"),
+        ('{"input_ids": [5], "stop_token_ids": [128]}', "stop_token_ids 128, the model's vocab"),
+        ('{"prompt": "a", "chat_template_kwargs": {"x": 1}}', "is a text and has chat_template_k"),
+        ('{"input_ids": [5], "continue_final_message": true}', "is token ids and has continue_f"),
         ("", "holds no prompt"),
     ],
 )
@@ -251,6 +254,16 @@ def test_prompts_that_the_engine_cannot_take(
     file.write_text(line + "\n")
     with pytest.raises(SpecDecError, match=match):
         call("run", *list_flags(folder, "--input-file", file))
+
+
+def test_end_token_of_the_flag(folder: Path) -> None:
+    flags = ["--input-text", "ab", "--max-output-len", 10, "--end-id"]
+    with pytest.raises(SpecDecError, match="--end-id is 128, the model's vocabulary has 128"):
+        call("run", *list_flags(folder, *flags, 128))
+    whole = run(folder, *flags, -1)["outputs"][0]["output_ids"]
+    assert len(whole) == 10
+    ended = run(folder, *flags, whole[4])["outputs"][0]["output_ids"]
+    assert ended == whole[: whole.index(whole[4]) + 1]
 
 
 def test_prompt_sources_are_exclusive(folder: Path) -> None:

@@ -470,6 +470,15 @@ def test_the_coldest_temperature_is_greedy(temperature: float) -> None:
         torch.testing.assert_close(mixed[1], process_logits(logits[1][None], [warm])[0])
 
 
+def test_the_hottest_temperature_is_even() -> None:
+    """Infinity in float32 would make no number of a banned token's logit, minus infinity."""
+    logits = torch.tensor([[4.0, -torch.inf, 900.0, 0.0]])
+    params = [SamplingParams(temperature=1e300)]
+    torch.testing.assert_close(
+        process_logits(logits, params), torch.tensor([[1.0, 0.0, 1.0, 1.0]]) / 3
+    )
+
+
 def test_each_row_has_its_own_settings() -> None:
     logits = torch.randn((len(SETTINGS), 50), generator=torch.Generator().manual_seed(0))
     together = process_logits(logits, SETTINGS)

@@ -100,6 +100,8 @@ def test_all_origins_go_without_credentials() -> None:
         ([f"{PAGE}/"], "is no origin"), (["http://*.example"], "is no origin"),
         (["http://user@a.example"], "is no origin"), ([""], "is no origin"),
         (["https://a.example:443"], "browsers leave :443 out"),
+        (["http://a.example:99999"], "the port 99999, ports are 1 to 65535"),
+        (["http://a.example:0"], "the port 0"), (["http://a.example:08080"], "as 8080"),
         (["*"], "without a key"), (["*", PAGE], f"* beside {PAGE}"),
     ],
 )  # fmt: skip

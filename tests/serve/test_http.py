@@ -101,8 +101,9 @@ def test_seeds_and_choices(folder: Path, url: str) -> None:
         outputs = engine.generate(prompts, max_output_len=9)
     assert [c["text"] for c in answer["choices"]] == [output.text for output in outputs]
     assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
-    other = [post(url, "/v1/completions", prompt=TEXT, max_tokens=9) for _ in range(2)]
-    assert other[0]["choices"] != other[1]["choices"], "without a seed each is drawn afresh"
+    for seed in (None, -1):
+        other = [post(url, "/v1/completions", prompt=TEXT, max_tokens=9, seed=seed) for _ in "ab"]
+        assert other[0]["choices"] != other[1]["choices"], "without a seed each is drawn afresh"
     many = post(
         url, "/v1/completions", prompt=[TEXT, TEXT], max_tokens=9, n=2, seed=2**64 - 2, **sampling
     )["choices"]
@@ -275,6 +276,8 @@ def test_the_small_endpoints(url: str, expected: Any) -> None:
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
     ]
     assert post(url, "/tokenize", messages=parts) == chat
+    refused = {"prompt": TEXT, "chat_template_kwargs": {"a": 1}}
+    assert "has no place beside prompt" in CLIENT.post(f"{url}/tokenize", json=refused).text
     whole = post(url, "/v1/chat/completions", messages=CHAT, ignore_eos=True)
     assert whole["usage"]["total_tokens"] == 300, "all that there is room for"
 
@@ -325,11 +328,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only for what is no stream"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
     ({"min_tokens": -1}, "min_tokens", "a whole number from 0"),
+    ({"min_tokens": 17}, "min_tokens", "has min_tokens 17, and at most 16 tokens"),
     ({"bad_words": [""]}, "bad_words", "none empty"),
     ({"bad_words": ["a"], "guided_regex": "b"}, "bad_words", "both grammar and bad_words"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "not empty"),
     ({"allowed_token_ids": [900]}, "allowed_token_ids", "allows token 900"),
     ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "a list of token ids"),
+    ({"stop_token_ids": [1, 900]}, "stop_token_ids", "stop_token_ids 900, the model's vocabulary"),
+    ({"prompt": [5], "add_special_tokens": True}, "add_special_tokens", "no tokenizer reads them"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "a whole number from 1"),
     ({"suffix": "x"}, "suffix", "suffix is not supported"),
     ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
@@ -385,6 +391,25 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (turn("villain", "x"), "messages", "refuses the messages: no villains"),
     ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     (
+        {"messages": CHAT, "enable_thinking": False, "thinking": {"type": "enabled"}},
+        "thinking",
+        "thinking.type sets the template's enable_thinking to True, and enable_thinking to False",
+    ),
+    (
+        {
+            "messages": CHAT,
+            "reasoning_effort": "a",
+            "chat_template_kwargs": {"reasoning_effort": 1},
+        },
+        "reasoning_effort",
+        "to 'a', and chat_template_kwargs.reasoning_effort to 1",
+    ),
+    (
+        {"messages": CHAT, "include_reasoning": True, "reasoning": {"exclude": True}},
+        "include_reasoning",
+        "is True, and reasoning.exclude too",
+    ),
+    (
         turn("user", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}]),
         "messages",
         "has a part of type 'image_url': this server reads texts",
@@ -398,6 +423,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "[a"}, "guided_regex", "the regex is refused"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_json", "are both given"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "both given"),
+    (
+        {"structured_outputs": {"disable_any_whitespace": True, "whitespace_pattern": " "}},
+        "structured_outputs",
+        "structured_outputs.disable_any_whitespace are both given",
+    ),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
     ({"guided_json": "{"}, "guided_json", "guided_json is not JSON"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "none empty"),
@@ -440,6 +470,8 @@ def test_structured_output(url: str) -> None:
     body["max_tokens"], one = 40, '{ ?"a": ?(1|22) ?}'.replace(" ?", "")
     told = post(url, "/v1/completions", prompt="x", spaces_between_special_tokens=False)
     assert told["specdec"]["ignored"] == ["spaces_between_special_tokens"]
+    told = post(url, "/v1/completions", prompt="x", guided_whitespace_pattern=" ")
+    assert told["specdec"]["ignored"] == ["guided_whitespace_pattern"]
     ways: list[tuple[dict[str, Any], str]] = [
         ({"guided_choice": ["a.b", "(c"]}, r"a\.b|\(c"),
         ({"structured_outputs": {"choice": ["a.b", "(c"]}}, r"a\.b|\(c"),
@@ -500,6 +532,10 @@ def test_parameters_without_effect_are_taken_and_told(
     options = {"include_usage": True, "include_obfuscation": True, "continuous_usage_stats": True}
     events = read_events(url, "/v1/chat/completions", **more, stream_options=options)
     assert "stream_options.include_obfuscation" in events[-1]["specdec"]["ignored"]
+    options = {"continuous_usage_stats": True}
+    short: Any = {"prompt": "x", "max_tokens": 1, "stream_options": options}
+    last_event = read_events(url, "/v1/completions", **short)[-1]
+    assert last_event["specdec"]["ignored"] == ["stream_options.continuous_usage_stats"]
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[0] == 0
@@ -890,6 +926,8 @@ def test_addresses_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             check_address(settings(host=host), None)
         check_address(settings(host=host), "key")
         check_address(settings(host=host, allow_anonymous=True), None)
+    with pytest.raises(UsageError, match="--allow-anonymous beside a key"):
+        check_address(settings(allow_anonymous=True), "key")
     monkeypatch.setenv("SPECDEC_API_KEY", "from-the-environment")
     assert read_key(None) == "from-the-environment"
     path = tmp_path / "key"

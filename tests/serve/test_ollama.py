@@ -165,6 +165,7 @@ def test_models_are_listed_and_loaded(url: str) -> None:
     ):  # fmt: skip
         answer = post(url, path, model=MODEL, **body)
         assert (answer["done"], answer["done_reason"]) == (True, "load")
+        assert answer["specdec"]["ignored"] == [name for name in body if name == "keep_alive"]
 
 
 IMAGED = [{"role": "user", "content": "hi", "images": ["YWE="]}]
