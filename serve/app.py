@@ -192,8 +192,8 @@ class Endpoints:
         body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
         self._log_ignored(ignored)
         if not prepared:
-            answer = OllamaAnswer(body, self._model, [], self._table, ignored)
-            return JSONResponse(answer.load())
+            empty_answer = OllamaAnswer(body, self._model, [], self._table, ignored)
+            return JSONResponse(empty_answer.load())
         most_choices = self._scheduler.max_queue + self._engine.max_batch_size
         if len(prepared) > most_choices:
             raise BadRequest(
