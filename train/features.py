@@ -8,6 +8,14 @@ import functools
 import torch
 from torch import Tensor
 
+# Logits of a chunk, by device: a CPU's fit its cache, a GPU's fill its units.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+def choose_chunk(device: torch.device, num_logits: int) -> int:
+    """Return the number of rows of so many logits that are computed at a time."""
+    return max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) // num_logits)
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetShape:
@@ -70,3 +78,16 @@ class Features:
     embedded: Tensor  # [B, T, D] the tokens' rows of the target's table of embeddings
     head: OutputHead | None = None  # for methods that learn from the target's distribution
     auxiliary: Tensor | None = None  # [B, T, A D] outputs of A inner layers; None for A = 0
+
+    @functools.cached_property
+    def normalizers(self) -> Tensor:
+        """[B, T], of the target's next tokens: a logit minus it is the token's log-probability.
+
+        Depths and losses that draft some of the tokens share it, since it takes all logits.
+        """
+        head, hidden = self.head, self.hidden.flatten(0, 1)
+        assert head is not None
+        with torch.no_grad():
+            chunks = torch.split(hidden, choose_chunk(hidden.device, len(head.weight)))
+            normalizers = [head.compute_logits(chunk).logsumexp(1) for chunk in chunks]
+        return torch.cat(normalizers).view(self.tokens.shape)

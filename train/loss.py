@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .features import OutputHead
+from .features import OutputHead, choose_chunk
 from .loss_table import LOSSES, compute_acceptance
 
-# Logits of a chunk, by device: a CPU's fit its cache, a GPU's fill its units.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 NOT_MEASURED = -1  # rank of a label without measurement
 
 
@@ -28,7 +26,7 @@ class Teacher:
 
     With a share of 1 the text's labels do not count: accuracies then count guesses of the target's
     most probable tokens. loss: a name of LOSSES. draft_tokens: [V], those that can be drafted; None
-    for all.
+    for all. normalizers: [N], of `Features`, where only some can be drafted.
     """
 
     hidden: Tensor  # [N, D] the target's states
@@ -36,6 +34,7 @@ class Teacher:
     share: float
     loss: str = "kl"
     draft_tokens: Tensor | None = None
+    normalizers: Tensor | None = None
 
     @functools.cached_property
     def draft_head(self) -> OutputHead:
@@ -47,11 +46,11 @@ class Teacher:
 
     def compute_probabilities(self, chunk: slice) -> Tensor:
         """Compute the draft tokens' probabilities [C, V], which other tokens have a part of."""
-        logits = self.head.compute_logits(self.hidden[chunk])
-        normalizers = logits.logsumexp(1, keepdim=True)
-        if self.draft_tokens is not None:
-            logits = logits[:, self.draft_tokens]
-        return logits.sub_(normalizers).exp_()
+        logits = self.compute_logits(chunk)
+        if self.normalizers is None:
+            assert self.draft_tokens is None
+            return logits.softmax(1)
+        return logits.sub_(self.normalizers[chunk, None]).exp_()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _walk_chunks(
     layer = _OutputLayer(weights, x.dtype)
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)  # [N]
     ranks = torch.full((len(x),), NOT_MEASURED, dtype=torch.int64, device=x.device)  # [N]
-    for chunk in _split_labels(x, weights[0], teacher):
+    for chunk in _split_labels(x, weights[0]):
         result = _compute_chunk(layer, x, labels, chunk, teacher, measure=measure)
         losses[chunk] = result.losses
         if result.ranks is not None:
@@ -293,13 +292,9 @@ def rank_labels(logits: Tensor, label_logits: Tensor, index: Tensor) -> Tensor:
     return above + ((logits == label_logits) & lower_ids).sum(1)
 
 
-def _split_labels(x: Tensor, weight: Tensor, teacher: Teacher | None) -> Iterator[slice]:
+def _split_labels(x: Tensor, weight: Tensor) -> Iterator[slice]:
     """Yield chunks of the labels [N] whose logits fit the device."""
-    budget = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cuda"])
-    num_logits = len(weight)
-    if teacher is not None and teacher.loss != "kl":
-        num_logits = max(num_logits, len(teacher.head.weight))
-    size = max(1, budget // num_logits)
+    size = choose_chunk(x.device, len(weight))
     for start in range(0, len(x), size):
         yield slice(start, start + size)
 
@@ -316,7 +311,7 @@ def measure_acceptances(
     layer = _OutputLayer([weight] if second_weight is None else [weight, second_weight], x.dtype)
     acceptances = torch.empty(len(x), dtype=torch.float32, device=x.device)
     with torch.no_grad():
-        for chunk in _split_labels(x, weight, teacher):
+        for chunk in _split_labels(x, weight):
             logits = layer.compute_logits(x[chunk])
             if teacher is not None:
                 probabilities = teacher.compute_probabilities(chunk)

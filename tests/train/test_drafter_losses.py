@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.errors import SpecDecError
 from specdec.methods.eagle import Eagle3Params
 from specdec.model.config import ModelConfig
-from specdec.train import loss as loss_module
+from specdec.train import features as features_module
 from specdec.train.features import Features, OutputHead, TargetShape
 from specdec.train.loss import Measures, Teacher, compute_loss, measure_positions, rank_labels
 from specdec.train.methods.base import TrainableDrafter, choose_mask_token
@@ -473,7 +473,7 @@ def test_the_mask_of_a_later_step() -> None:
 def test_soft_labels_match_the_formula(
     share: float, chunk_elements: int, is_head_trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    monkeypatch.setitem(features_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
     torch.manual_seed(0)
     x = torch.randn(7, 5, requires_grad=True)
     weight = torch.randn(VOCAB, 5, requires_grad=is_head_trained)

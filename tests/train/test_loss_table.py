@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.methods.eagle import Eagle3Params
-from specdec.train import loss as loss_module
+from specdec.train import features as features_module
 from specdec.train import settings as settings_module
 from specdec.train.depth_weights import MEASURED_WEIGHTINGS, SMOOTHING, weigh_depths
 from specdec.train.features import OutputHead
@@ -114,7 +114,7 @@ def test_the_chunked_loss_and_its_gradients(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of one label, beside a second matrix and under a capped target."""
-    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", VOCAB)
+    monkeypatch.setitem(features_module.CHUNK_ELEMENTS, "cpu", VOCAB)
     torch.manual_seed(0)
     x = torch.randn(NUM_LABELS, 5 + 2, requires_grad=True)
     matrices = [torch.randn(VOCAB, size, requires_grad=True) for size in (5, 2)]

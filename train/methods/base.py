@@ -186,9 +186,19 @@ class TrainableDrafter(torch.nn.Module):
         if not self.teacher_share:
             return None
         assert features.head is not None
+        normalizers = None
+        if draft_tokens is not None and self._reads_probabilities:
+            first = features.tokens.shape[1] - 1 - labels.mask.shape[1]
+            normalizers = features.normalizers[:, first:-1][labels.mask]
         return Teacher(
-            labels.hidden, features.head, self.teacher_share, self.loss_name, draft_tokens
-        )
+            labels.hidden, features.head, self.teacher_share, self.loss_name, draft_tokens,
+            normalizers,
+        )  # fmt: skip
+
+    @property
+    def _reads_probabilities(self) -> bool:
+        """Return whether the target's probabilities count, and not their shares alone."""
+        return self.loss_name != "kl" or self.depth_weighting in MEASURED_WEIGHTINGS
 
     def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
