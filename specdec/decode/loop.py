@@ -285,6 +285,8 @@ class Batch:
     ) -> list[Accepted]:  # fmt: skip
         """Choose tokens by the logits after each node, or take choices, and emit them."""
         samplers, positions = [r.sampler for r in requests], [len(r.output_ids) for r in requests]
+        if choices is None and logits is not None and all(r.needs_only_best for r in requests):
+            choices = self.decoder.find_best(logits)
         accepted = accept_batch(candidates, logits, samplers, positions, choices)
         keeps = self.options.keep_logits, self.options.keep_rejected
         for row, (request, (path, bonus)) in enumerate(zip(requests, accepted, strict=True)):

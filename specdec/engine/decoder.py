@@ -30,10 +30,12 @@ from specdec.engine.module_maker import InputTable, ModuleMaker, Table
 from specdec.engine.native import NativeKernels
 from specdec.engine.native_layers import KernelLayers, NativeLayers, choose_native
 from specdec.engine.native_matrices import KernelMatrix, Weight
+from specdec.engine.native_models import PackedLayers
 from specdec.engine.rotary import RotaryTable, make_tables
 from specdec.engine.step import Step
 from specdec.engine.torch_layers import TorchLayers, find_past
 from specdec.engine.transfers import to_device
+from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError, summarize
 from specdec.files.torch_tensors import TORCH_DTYPES
 from specdec.model.config import ModelConfig
@@ -213,12 +215,26 @@ class Decoder:
             return self.kernels.cap_logits(logits.contiguous(), scale, limit)
         return cap(logits.float() * scale, limit).to(logits.dtype)
 
+    def find_best(self, logits: Tensor) -> IntArray | None:
+        """Find the likeliest tokens of logits [..., V] by the kernels; None where these do not."""
+        is_theirs = self.kernels is not None and logits.dtype is self.kernels.dtype
+        if self.kernels is None or not (is_theirs and logits.is_contiguous()):
+            return None
+        return self.kernels.find_greatest(logits)
+
     @property
     def separate_layers(self) -> TorchLayers | KernelLayers:
         """The way through the layers in which each part of one is computed by a call of its own."""
         if isinstance(self._native, NativeLayers):
             return KernelLayers(self.stack, self._native.kernels)
         return self._torch if self._native is None else self._native
+
+    @property
+    def packed_layers(self) -> PackedLayers | None:
+        """All layers as one native call takes them; None where they go another way."""
+        if self.recording_layers is None and isinstance(self._native, NativeLayers):
+            return self._native.packed
+        return None
 
     def forward(self, step: Step, cache: KVCache, tokens: Tensor | None = None) -> Tensor:
         """Run a step, write its keys and values, return the normed last hidden state [B, T, D].

@@ -16,6 +16,7 @@
 
 #include "kernels/delta_net.h"
 #include "kernels/layers.h"
+#include "kernels/pair_draft.h"
 
 namespace {
 
@@ -49,7 +50,7 @@ extern "C" {
 
 // Bumped with every change of what an argument below means, or of the order of packed numbers or of
 // sums; checked when an engine is loaded. Another order raises PACKING_VERSION of packed.py too.
-int64_t specdec_abi_version() { return 32; }
+int64_t specdec_abi_version() { return 33; }
 
 // Tells whether products with bfloat16 weights are by AMX: 1; 0 where the kernels are made for it and the
 // system refuses it, so that other instructions get the same bits, slower; else -1.
@@ -198,6 +199,19 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
     if (s.is_integer) return search(static_cast<const Integers *>(nullptr));                      \
     return search(static_cast<const E *>(nullptr));                                               \
   }                                                                                               \
+  void specdec_find_greatest_##suffix(const E *logits, int64_t M, int64_t V, int64_t *greatest) { \
+    find_greatest(logits, M, V, greatest);                                                        \
+  }                                                                                               \
+  int64_t specdec_draft_pairs_##suffix(const PairNet *net, const PairStep *step,                  \
+                                       const PairTree *tree, const Shape *shape,                  \
+                                       const Scalars *scalars, E *cache, int64_t *nodes,          \
+                                       double *log_chances) {                                     \
+    int64_t levels = 0;                                                                           \
+    run_in_team(step->B * net->V * shape->D > kParallelWork, [&] {                                \
+      levels = draft_pairs(*net, *step, *tree, *shape, *scalars, cache, nodes, log_chances);      \
+    });                                                                                           \
+    return levels;                                                                                \
+  }                                                                                               \
   SPECDEC_TYPES(specdec_add_norm_##suffix) SPECDEC_TYPES(specdec_silu_mul_##suffix)               \
   SPECDEC_TYPES(specdec_gelu_mul_##suffix) SPECDEC_TYPES(specdec_cap_logits_##suffix)             \
   SPECDEC_TYPES(specdec_attend_##suffix) SPECDEC_TYPES(specdec_pack_matrix_##suffix)              \
@@ -205,6 +219,7 @@ void specdec_set_num_threads(int64_t count) { num_threads = count; }
   SPECDEC_TYPES(specdec_run_layers_##suffix) SPECDEC_TYPES(specdec_mix_experts_##suffix)          \
   SPECDEC_TYPES(specdec_rank_outputs_##suffix) SPECDEC_TYPES(specdec_search_##suffix)             \
   SPECDEC_TYPES(specdec_run_delta_net_##suffix) SPECDEC_TYPES(specdec_unpack_rows_##suffix)           \
+  SPECDEC_TYPES(specdec_draft_pairs_##suffix) SPECDEC_TYPES(specdec_find_greatest_##suffix)       \
   SPECDEC_TYPES(specdec_run_short_conv_##suffix) SPECDEC_TYPES(specdec_run_mamba2_##suffix)
 
 void specdec_ask_for_huge_pages(void *start, int64_t size) { ask_for_huge_pages(start, size); }
@@ -256,6 +271,9 @@ int64_t specdec_size_of_DeltaSizes = sizeof(DeltaSizes);
 int64_t specdec_size_of_ConvSizes = sizeof(ConvSizes);
 int64_t specdec_size_of_RecurrenceRecord = sizeof(RecurrenceRecord);
 int64_t specdec_size_of_StatesRecord = sizeof(StatesRecord);
+int64_t specdec_size_of_PairNet = sizeof(PairNet);
+int64_t specdec_size_of_PairStep = sizeof(PairStep);
+int64_t specdec_size_of_PairTree = sizeof(PairTree);
 
 SPECDEC_EXPORT(float, f32)
 SPECDEC_EXPORT(bf16, bf16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -368,6 +369,22 @@ class NativeKernels(MatrixKernels):
             ("the cache", cache, cache_shape),
         )
         plan.check(num_rows, num_positions, layers.num_lines)
+
+    def find_greatest(self, logits: Tensor) -> IntArray:
+        """Return the place of the greatest of logits [..., V], of equal ones the first: [...].
+
+        As `find_best` of ranking.py, for which torch and NumPy need a copy in float32.
+        """
+        check("logits", logits, self.dtype, *logits.shape)
+        places = np.empty(logits.shape[:-1], np.int64)
+        self._call_with_threads(
+            "find_greatest", logits.data_ptr(), places.size, logits.shape[-1], get_address(places)
+        )
+        return places
+
+    def draft_pairs(self, *arguments: Any) -> int:
+        """Draft by an EAGLE drafter in one call; `PackedEagle.draft` checks what it is given."""
+        return int(self._call_with_threads("draft_pairs", *arguments))
 
     def search_beams(
         self, drafter: PackedDrafter, hidden: Tensor, tokens: Tensor, width: int, length: int

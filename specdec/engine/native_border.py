@@ -120,9 +120,42 @@ class StatesRecord(ctypes.Structure):
     ]  # fmt: skip
 
 
+class PairNet(ctypes.Structure):
+    """An EAGLE drafter, the kernels' `PairNet` in kernels/pair_draft.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("embedding", "embedding_types", "fc", "fc_bias")),
+        *((name, POINTER) for name in ("read_norms", "embedding_norm", "feature_norm", "layers")),
+        *((name, POINTER) for name in ("final_norm", "head", "drafted")),
+        *((name, INT) for name in ("embedding_kind", "embedding_rows", "embedding_stride", "F")),
+        *((name, INT) for name in ("num_read_norms", "V", "norms_residual", "norms_output")),
+        ("is_fc_integer", INT), ("is_head_integer", INT), ("head_scale", DOUBLE),
+        ("epsilon", DOUBLE),
+    ]  # fmt: skip
+
+
+class PairStep(ctypes.Structure):
+    """Rows that an EAGLE drafter drafts for, the kernels' `PairStep` in kernels/pair_draft.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("states", "lines", "state_rows", "state_positions")),
+        *((name, POINTER) for name in ("features", "rows", "past", "counts", "tokens")),
+        ("temperatures", POINTER),
+        *((name, INT) for name in ("num_states", "feature_positions", "B", "T")),
+    ]
+
+
+class PairTree(ctypes.Structure):
+    """A tree that is to be drafted, the kernels' `PairTree` in kernels/pair_draft.h."""
+
+    _fields_ = [
+        ("levels", POINTER), *((name, INT) for name in ("L", "W", "N")), ("min_gain", DOUBLE),
+    ]  # fmt: skip
+
+
 RECORDS = (
     LayerRecord, ExpertsRecord, Shape, Scalars, SearchShape, DeltaSizes, ConvSizes,
-    RecurrenceRecord, StatesRecord,
+    RecurrenceRecord, StatesRecord, PairNet, PairStep, PairTree,
 )  # fmt: skip
 
 

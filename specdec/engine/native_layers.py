@@ -115,7 +115,7 @@ class NativeLayers:
     def __init__(self, stack: Stack, kernels: NativeKernels, activation: int) -> None:
         """activation: the kernels' number of the stack's."""
         self.stack, self.kernels = stack, kernels
-        self._packed = _pack(stack, activation)
+        self.packed = _pack(stack, activation)
 
     def run(
         self,
@@ -132,7 +132,7 @@ class NativeLayers:
         is_last_observed = len(self.stack.layers) - 1 in observed_layers
         states, runs = cache.states, begin_runs(step, cache)
         normed, observed_outputs = self.kernels.run_layers(
-            x, self._packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
+            x, self.packed, cache.blocks, plan_step(self.kernels, step, cache), observed_layers,
             first_input, None if is_last_observed else step.output_mask, states,
         )  # fmt: skip
         if states is not None and runs is not None:

@@ -29,7 +29,7 @@ from specdec.system.cache import find_cache
 
 logger = logs.get_logger(__name__)
 LIBRARY_NAME = "kernels.so"
-ABI_VERSION = 32
+ABI_VERSION = 33
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # Types of arguments and results by the letters that a library names them by, see kernels.cpp.
 _LETTERS = {"v": None, "p": POINTER, "i": INT, "f": FLOAT, "d": ctypes.c_double}

@@ -65,7 +65,7 @@ def test_what_is_no_number_does_no_harm(way: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_best_token_is_torchs(dtype: torch.dtype) -> None:
+def test_the_best_token_is_torchs(library: Path, dtype: torch.dtype) -> None:
     """The first of equal ones, where some are infinite or no numbers, too."""
     logits = torch.randn(3, 40, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0] = logits[0].round()
@@ -74,6 +74,8 @@ def test_the_best_token_is_torchs(dtype: torch.dtype) -> None:
     logits[1, 9:12] = -torch.inf
     assert torch.equal(find_best(logits), logits.argmax(-1))
     assert torch.equal(find_best(logits[:, 0]), logits[:, 0].argmax(-1))
+    found = native.NativeKernels(library, dtype).find_greatest(logits)
+    assert torch.equal(torch.from_numpy(found), logits.argmax(-1))
 
 
 @in_every_form
@@ -90,3 +92,5 @@ def test_the_kernels_rank_equal_logits_as_torch_does(library: Path) -> None:
         assert torch.equal(ids, sort_slowly(logits, width))
         assert torch.equal(ids, rank_logits(logits, width)[0])
         assert torch.equal(scores, scores.sort(dim=-1, descending=True).values)
+    tied = torch.randint(5, (3, 333), generator=generator).float()
+    assert kernels.find_greatest(tied).tolist() == tied.argmax(-1).tolist()

@@ -143,19 +143,28 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
     case.use("default")
     stem = [7, 3, 9, 22, 41, 13, 6, 80]
     ran: list[int] = []
-    forward = case.drafter.net.forward
+    forward, packed = case.drafter.net.forward, case.drafter._packed
 
     def count(step: Any, features: Any, cache: Any) -> Any:
         if step.tree_mask.shape[1] == step.tree_mask.shape[2] and cache is case.drafter._cache:
             ran.append(step.tokens.size)
         return forward(step, features, cache)
 
+    def count_pairs(cache: Any, features: Any, states: Any, pairs: Any, *others: Any) -> Any:
+        assert packed is not None
+        ran.append(sum(map(len, pairs.tokens)))
+        return type(packed).draft(packed, cache, features, states, pairs, *others)
+
     requests = make_requests([[*stem, 5], [*stem, 9]], limit=2)
     case.drafter.net.forward = count  # type: ignore[method-assign]
+    if packed is not None:
+        packed.draft = count_pairs  # type: ignore[method-assign, assignment]
     try:
         record(case.engine, requests, max_batch_size=1, reuse_blocks=True)
     finally:
         del case.drafter.net.forward
+        if packed is not None:
+            del packed.draft
     masked = 0 if case.drafter.params.mask_token_id is None else case.drafter.max_draft_depth - 1
     assert ran[0] == 9 + masked, "all pairs of the first prompt"
     assert max(ran[1:]) < 9 + masked, "of the second, what is not in the cache"

@@ -1,14 +1,15 @@
 """Interface of a drafter to the loop: it proposes candidates and observes the result.
 
 Drafters derive from `Drafter`, or from one of two classes that keep what they draft from:
-`HiddenStateDrafter` the target's last state of each row's newest token, for Medusa, ReDrafter and
-MTP assistants; `FeatureDrafter` features of all committed tokens, for EAGLE, MTP and DFlash.
+`HiddenStateDrafter` of hidden_state.py the target's last state of each row's newest token, for
+Medusa, ReDrafter and MTP assistants; `FeatureDrafter` features of all committed tokens, for EAGLE,
+MTP and DFlash.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,10 +26,11 @@ from specdec.engine.graphs import Graphs, StepGraphs
 from specdec.engine.kv_cache import POSITION_BLOCK, KVCache, RowNumbers
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
+from specdec.engine.native_drafts import NewStates
 from specdec.engine.native_matrices import Weight
 from specdec.engine.step import States
-from specdec.engine.transfers import Array, to_device, to_host
-from specdec.engine.tree import IntArray, Tree, make_root
+from specdec.engine.transfers import Array, to_device
+from specdec.engine.tree import IntArray, make_root
 from specdec.errors import Problems, SpecDecError
 from specdec.methods import DrafterParams, Method
 from specdec.methods.base import USE_ITS_DRAFTER
@@ -409,14 +411,18 @@ class FeatureDrafter(Drafter):
         candidates = list_roots(requests)
         if ready:
             ready_requests = [requests[index] for index in ready]
-            self._read([request.row for request in ready_requests])
-            for index, draft in zip(ready, self._draft(ready_requests), strict=True):
+            for index, draft in zip(ready, self._read_and_draft(ready_requests), strict=True):
                 candidates[index] = draft
         return candidates
 
     def _read_chunk(self, request: ActiveRequest, count: int) -> None:
         """Read the next `count` tokens of a prompt."""
         self._read([request.row], count)
+
+    def _read_and_draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        """Read what waits of some requests, and draft for them."""
+        self._read([request.row for request in requests])
+        return self._draft(requests)
 
     def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for requests whose texts are known."""
@@ -516,85 +522,27 @@ class FeatureDrafter(Drafter):
             rows_read, positions = np.concatenate(line_blocks), np.concatenate(position_blocks)
             self._keep(rows_read, positions, torch.cat(state_blocks))
 
+    def _take_newest(self, rows: Sequence[int]) -> NewStates | None:
+        """Take the newest step's states as read, where they are all that waits of these rows.
+
+        None where it is otherwise, and nothing is taken.
+        """
+        if len(self._steps) != 1:
+            return None
+        step_rows, paths, states = self._steps[0]
+        is_all = [*step_rows] == [*rows] and states.is_contiguous()
+        if not is_all or any(row in self._waiting_states for row in rows):
+            return None
+        self._steps, self._num_unsorted = [], 0
+        lines, state_rows, positions = list[int](), list[int](), list[int]()
+        for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            start, first_line = int(self._num_known[row]), index * states.shape[1]
+            lines += [first_line + node for node in path]
+            state_rows += [row] * len(path)
+            positions += range(start, start + len(path))
+            self._num_known[row] = self._num_read[row] = start + len(path)
+        return NewStates(states, lines, state_rows, positions)
+
     def _keep(self, rows: IntArray, positions: IntArray, states: Tensor) -> None:
         """Keep states [N, F] of the tokens at `positions` of `rows`, [N], the next they lack."""
         raise NotImplementedError
-
-
-class HiddenStateDrafter(Drafter):
-    """Drafter that reads the target's last hidden state of each row's newest token, and no more.
-
-    graphs: `DraftContext.graphs`; a draft is recorded among them, and run by `replay`.
-    Where `drafts_ahead`, the loop lets a draft be computed before the host knows what it follows:
-    drafts and accepted tokens then come to the host together, and it waits once a step.
-    """
-
-    def __init__(self, graphs: Graphs | None) -> None:
-        self.drafts_ahead = graphs is not None
-        self._graphs = graphs
-        # By row, the newest step's states, and where in them the newest token's is.
-        self._newest: dict[int, tuple[Tensor, int, int]] = {}
-        self._drafts: dict[int, tuple[int, Array]] = {}  # by row: the root, and what follows it
-
-    def replay(
-        self, net: object, key: Hashable, inputs: list[Tensor], compute: Callable[..., Tensor]
-    ) -> Tensor:
-        """Run `compute(*inputs)`, by a recorded graph where there is one; see `Graphs.call`."""
-        if self._graphs is not None:
-            outputs = self._graphs.call(net, key, inputs, lambda *arguments: (compute(*arguments),))
-            if outputs is not None:
-                return outputs[0]
-        return compute(*inputs)
-
-    def make_tree(self, root: int, draft: Array) -> Tree:
-        """Return the tree of a row's part of what `compute_drafts` returned."""
-        raise NotImplementedError
-
-    def allocate(self, num_rows: int, num_positions: int) -> None:
-        """Forget all states and drafts."""
-        self._newest, self._drafts = {}, {}
-
-    def start(self, requests: Sequence[ActiveRequest]) -> None:
-        """Forget what was drafted for the rows' former requests; the state comes later."""
-        for request in requests:
-            self._drafts.pop(request.row, None)
-
-    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        """Draft for all rows at once that were not drafted for ahead."""
-        new_requests = [r for r in requests if r.row not in self._drafts]
-        if new_requests:
-            roots = [request.output_ids[-1] for request in new_requests]
-            hidden = self.get_hidden(new_requests)
-            (drafts,) = to_host(self.compute_drafts(hidden, to_device(roots, hidden.device)))
-            self.take_drafts(new_requests, roots, drafts)
-        candidates = []
-        for request in requests:
-            root, draft = self._drafts.pop(request.row)
-            assert root == request.output_ids[-1]
-            candidates.append(Candidates(self.make_tree(root, draft)))
-        return candidates
-
-    def get_hidden(self, requests: Sequence[ActiveRequest]) -> Tensor:
-        """Return the states [B, D] that requests are drafted from."""
-        newest_states = [self._newest[request.row] for request in requests]
-        states = newest_states[0][0]
-        # Where a prompt has ended meanwhile, they are of several steps.
-        if any(step_states is not states for step_states, *_ in newest_states):
-            return torch.stack([states[line, node] for states, line, node in newest_states])
-        _, lines, nodes = zip(*newest_states, strict=True)
-        newest: Tensor = states[to_device(lines, states.device), to_device(nodes, states.device)]
-        return newest
-
-    def take_drafts(
-        self, requests: Sequence[ActiveRequest], roots: Sequence[int], drafts: Array
-    ) -> None:
-        """Keep what was computed for the next `propose`."""
-        for request, root, draft in zip(requests, roots, drafts, strict=True):
-            self._drafts[request.row] = root, draft
-
-    def observe(
-        self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
-    ) -> None:
-        """Keep the hidden state of each row's newest committed token: it is drafted from next."""
-        for line, (request, path) in enumerate(zip(requests, paths, strict=True)):
-            self._newest[request.row] = states.hidden, line, path[-1]

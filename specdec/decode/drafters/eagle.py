@@ -44,6 +44,7 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
 from specdec.engine.kv_cache import KVCache, RowNumbers
 from specdec.engine.mtp import MtpNet
+from specdec.engine.native_drafts import NewPairs, PackedEagle, PairDrafts, TreeLayout, pack_drafter
 from specdec.engine.step import States, Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray, Tree
@@ -62,6 +63,7 @@ PUBLISHED_CHOICES: Choices = (
 )  # fmt: skip
 DEFAULT_CPU_TOP_K = 4
 MAX_PASS_TOKENS = 8192  # of one pass over pairs of prompts
+MAX_NEW_PAIRS = 64  # of a row that are run in the call that makes its draft
 
 
 def check_choices(choices: Choices, params: EagleParams) -> None:
@@ -142,6 +144,29 @@ class StaticTree:
         self.num_run = sum(map(len, inner[1:]))
         self.max_width = 1 + max(map(max, paths))
 
+    def lay_out(self) -> TreeLayout:
+        """Return the tree as kernels draft it."""
+        sizes, numbers = list[int](), list[int]()
+        roots: list[tuple[int, ...]] = [()]
+        above = inner_above = roots
+        for inner, children in zip(self._inner, self._children, strict=True):
+            sizes += len(inner), 1 + max(path[-1] for path in children), len(children)
+            numbers += [above.index(path) for path in inner]
+            numbers += [inner_above.index(path[:-1]) for path in inner]
+            numbers += [inner.index(path[:-1]) for path in children]
+            numbers += [path[-1] for path in children]
+            above, inner_above = children, inner
+        width = max(map(len, self._inner))
+        layout = np.array([*sizes, *numbers], np.int64)
+        return TreeLayout(layout, self.depth, width, self.num_tokens, self.num_run, self.max_width)
+
+    def name_drafts(self, drafts: PairDrafts) -> list[Candidates]:
+        """Return what kernels have drafted."""
+        return [
+            Candidates(Tree(tokens, self.parents, self.depths), None, chances)
+            for tokens, chances in zip(drafts.nodes[0], np.exp(drafts.log_chances), strict=True)
+        ]
+
     def grow(self, draft: LevelDraft) -> list[Candidates]:
         """Draft every level of the tree for all rows."""
         levels: list[IntArray] = []
@@ -203,14 +228,22 @@ def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[i
     return list_rows(requests), texts, np.array([text[-1] for text in texts], np.int64)
 
 
+def _list_tokens(request: ActiveRequest, num_pairs: int) -> list[int]:
+    """List the second tokens of a text's pairs behind the first `num_pairs`."""
+    prompt, output = request.request.input_ids, request.output_ids
+    start = num_pairs + 1 - len(prompt)  # in the output
+    return output[start:] if start >= 0 else [*prompt[start:], *output]
+
+
 class PairDrafter(FeatureDrafter):
     """Proposes what a drafter of pairs does; keeps the features of all committed tokens."""
 
     net: EagleNet | MtpNet
     tree: StaticTree | DynamicTree
+    _packed: PackedEagle | None = None  # where kernels make a whole draft in one call
 
     def _use(self, tree: StaticTree | DynamicTree) -> None:
-        self.tree, self._num_run = tree, tree.num_run
+        self.tree, self._num_run, self._layout = tree, tree.num_run, tree.lay_out()
         self.max_draft_tokens, self.max_draft_depth = tree.num_tokens, tree.depth
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
@@ -239,6 +272,24 @@ class PairDrafter(FeatureDrafter):
         past = int(self._cache.past_lens[row])
         self._cache.copy_prefix(row, row, min(past, max(0, length - 1)))
 
+    def _read_and_draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        if self._packed is None:
+            return super()._read_and_draft(requests)
+        rows, past = [request.row for request in requests], self._cache.past_lens
+        tokens: Sequence[Sequence[int]] = [_list_tokens(r, int(past[r.row])) for r in requests]
+        most, new_states = max(map(len, tokens)), None
+        if most > MAX_NEW_PAIRS or past[rows].max() + most > self._cache.num_positions:
+            self._read(rows)
+            tokens = self._run_pairs_but_last(requests, tokens)
+        elif (new_states := self._take_newest(rows)) is None:
+            self._read(rows)
+        pairs = NewPairs(rows, tokens, read_temperatures(requests))
+        drafts = self._packed.draft(
+            self._cache, self._features, new_states, pairs, self._layout, self.min_gain
+        )
+        self.num_levels = drafts.num_levels
+        return self.tree.name_drafts(drafts)
+
     def _draft(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Run the new pairs, then the levels of a tree below the last of each row."""
         rows, texts, roots = list_texts(requests)
@@ -249,6 +300,21 @@ class PairDrafter(FeatureDrafter):
         candidates = self.tree.grow(draft)
         self.num_levels = draft.num_levels
         return candidates
+
+    def _run_pairs_but_last(
+        self, requests: Sequence[ActiveRequest], tokens: Sequence[Sequence[int]]
+    ) -> list[Sequence[int]]:
+        """Run all new pairs but each row's last one, whose second token alone is returned.
+
+        tokens: the second tokens of each row's new pairs. A call that drafts runs new pairs of all
+        rows side by side, each row padded to the longest.
+        """
+        pairs = zip(requests, tokens, strict=True)
+        behind = [request for request, row_tokens in pairs if len(row_tokens) > 1]
+        if behind:
+            rows, texts, _ = list_texts(behind)
+            self._run_pairs(rows, [text[:-1] for text in texts])
+        return [row_tokens[-1:] for row_tokens in tokens]
 
     def _run_pairs(
         self, rows: IntArray, texts: Sequence[Sequence[int]], follow: Follow | None = None
@@ -287,7 +353,7 @@ class EagleDrafter(PairDrafter):
         has_budget: bool = False,
     ) -> None:  # fmt: skip
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
-        self.params = net.params
+        self.params, self._packed = net.params, pack_drafter(net)
         self._is_small = decoder.device.type == "cpu"
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         eagle3 = self.params.eagle3

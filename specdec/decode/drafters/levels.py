@@ -14,6 +14,7 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import ALL_LEVELS
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.native_drafts import PairDrafts, TreeLayout
 from specdec.engine.step import Step
 from specdec.engine.transfers import Array, to_device, to_host
 from specdec.engine.tree import BoolArray, IntArray, Tree
@@ -164,6 +165,18 @@ class DynamicTree:
         self.num_tokens = min(num_tokens, num_drafted)
         self.num_run = (depth - 1) * top_k
         self.max_width = top_k
+
+    def lay_out(self) -> TreeLayout:
+        """Return the tree as kernels draft it."""
+        top_k = self.top_k
+        return TreeLayout(None, self.depth, top_k, self.num_tokens, self.num_run, top_k)
+
+    def name_drafts(self, drafts: PairDrafts) -> list[Candidates]:
+        """Return what kernels have drafted."""
+        return [
+            Candidates(Tree(*columns), None, chances)
+            for *columns, chances in zip(*drafts.nodes, np.exp(drafts.log_chances), strict=True)
+        ]
 
     def grow(self, draft: LevelDraft) -> list[Candidates]:
         """Draft all levels for all rows, or those that are worth their price; then choose."""

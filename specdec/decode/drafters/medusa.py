@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, HiddenStateDrafter
+from specdec.decode.drafters.base import DraftContext
+from specdec.decode.drafters.hidden_state import HiddenStateDrafter
 from specdec.decode.drafters.trees import (
     BUDGET_CPU_TOKENS,
     DEFAULT_CPU_TOKENS,

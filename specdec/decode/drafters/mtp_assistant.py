@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import DraftContext, HiddenStateDrafter, list_rows
+from specdec.decode.drafters.base import DraftContext, list_rows
+from specdec.decode.drafters.hidden_state import HiddenStateDrafter
 from specdec.decode.drafters.levels import DynamicTree, TreeDraft, read_temperatures
 from specdec.decode.drafters.trees import check_num_tokens
 from specdec.decode.requests import ActiveRequest

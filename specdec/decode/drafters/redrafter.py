@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
-from specdec.decode.drafters.base import ALL_LEVELS, DraftContext, HiddenStateDrafter
+from specdec.decode.drafters.base import ALL_LEVELS, DraftContext
+from specdec.decode.drafters.hidden_state import HiddenStateDrafter
 from specdec.decode.drafters.levels import (
     DynamicTree,
     Level,

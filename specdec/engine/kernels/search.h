@@ -18,6 +18,37 @@ inline bool goes_before(const Ranked &a, const Ranked &b) {
 // NaN is ranked as minus infinity.
 inline Ranked rank(float x, int64_t which) { return {x == x ? x : -HUGE_VALF, which}; }
 
+// The greatest of each of M rows of V logits, of equal ones the first, or the first NaN: [M]. A maximum
+// is the same in any order, so that here a reduction may be the compiler's.
+template <typename E>
+void find_greatest(const E *logits, int64_t M, int64_t V, int64_t *greatest) {
+  constexpr int64_t kLane = 64;  // logits of which it is known at once whether one is the greatest
+  for_each(M, M * V > kParallelWork, [&](int64_t m) {
+    const E *row = logits + m * V;
+    float top = -HUGE_VALF;
+    int has_nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : has_nan)
+    for (int64_t v = 0; v < V; ++v) {
+      const float x = to_float(row[v]);
+      has_nan |= x != x;
+      top = x > top ? x : top;
+    }
+    const auto is_found = [&](int64_t v) {
+      const float x = to_float(row[v]);
+      return has_nan != 0 ? x != x : x == top;
+    };
+    int64_t begin = 0;
+    for (; begin + kLane < V; begin += kLane) {
+      int found = 0;
+#pragma omp simd reduction(| : found)
+      for (int64_t v = begin; v < begin + kLane; ++v) found |= is_found(v);
+      if (found != 0) break;
+    }
+    while (begin + 1 < V && !is_found(begin)) ++begin;
+    greatest[m] = begin;
+  });
+}
+
 // The best `num_kept` of `count` logits, best first.
 void find_best(const float *logits, int64_t count, int64_t num_kept, std::vector<Ranked> &heap) {
   heap.clear();
