@@ -45,6 +45,23 @@ def run_main(*args: object) -> None:
     entry.main()
 
 
+def fork_command(
+    words: Sequence[str], *, env: Mapping[str, str], **streams: Any
+) -> subprocess.Popen[str]:
+    """Stand in for `subprocess.Popen` of `python -m specdec ARGS...`, with this environment alone.
+
+    Options by which all copies are text, or by which no test goes, are left out.
+    """
+
+    def work() -> None:
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        run_main(*words[words.index("specdec") + 1 :])
+
+    kept = {name: value for name, value in streams.items() if name in ("stdout", "stderr", "cwd")}
+    return fork(work, env, **kept)
+
+
 def fork_follower(words: Sequence[str], *, env: Mapping[str, str], **more: Any) -> Any:
     """What starts an engine's other ranks, in tests."""
 

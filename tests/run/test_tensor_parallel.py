@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ from tests.conftest import (
     read_error_lines,
 )
 from tests.engines import call, make_noisy_copy, run_cli_here, start_cli
-from tests.forks import fork, run_main
+from tests.forks import fork, fork_command, run_main
 from tests.methods import use_method
 
 EXTERNAL = ("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5)
@@ -276,10 +277,16 @@ def test_the_command_starts_the_other_rank(
     )
 
 
-def test_torchrun(folder: Path, tmp_path: Path) -> None:
-    """Rank 0 alone speaks, and both end well."""
+def test_torchrun(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone speaks, and both end well; what torchrun starts are copies of it."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    def start(*, args: Sequence[str], env: dict[str, str], **_: object) -> subprocess.Popen[str]:
+        assert [*args][1:4] == ["-u", "-m", "specdec"]
+        return fork_command(args, env=env, stdout=None, stderr=None)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", start)
     words = [
         "--nproc-per-node", "2", "-m", "specdec", "run", "--engine-dir", folder / "redrafter-tp2",
         "--device", "cpu", "--input-file", write_prompts(tmp_path / "p.jsonl", 2),

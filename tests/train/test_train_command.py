@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 from specdec.train import hidden_states, loop, target
 from specdec.train.cli import command
 from tests.engines import reset_accelerator
-from tests.forks import fork
+from tests.forks import fork, fork_command
 
 BASIC = (
     "--dtype", "float32", "--model-max-length", "32", "--batch-size", "2", "--seed", "3",
@@ -290,9 +291,16 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(
 
 
 def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) -> None:
-    """Train several times in the same process, and write what it holds."""
+    """Train several times in the same process, and write what it holds.
+
+    The commands that measure drafters are copies of it: a start takes 2 s of a processor.
+    """
     from accelerate import Accelerator
 
+    from specdec.system import processes
+
+    starts = {**vars(subprocess), "Popen": fork_command}
+    processes.subprocess = SimpleNamespace(**starts)
     hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
     Accelerator.end_training = lambda self: None  # the processes are needed once more
     find_states, take_step = target.LiveTarget.find_states, loop.Loop.take_step

@@ -6,20 +6,29 @@ method.
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Iterator
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec.errors import SpecDecError
+from specdec.run.backends import tensorrt_ranks
 from specdec.text.pretrained import load_tokenizer
 from specdec.trtllm.facts import LABELS
 from tests.conftest import read_error_lines, run_cli
+from tests.forks import fork, run_main
 from tests.trtllm.worlds import (
     PAGED,
     WAYS,
     World,
+    forget_runtime,
     install_mpirun,
     make_checkpoint,
     make_prompts,
@@ -105,19 +114,55 @@ def check_streaming(world: World, printed: str, texts: list[Any]) -> None:
         assert tokenizer.decode(ids) in printed
 
 
+def run_copies(*args: object, stdin: str, env: Mapping[str, str]) -> CompletedProcess[str]:
+    """Do what `run_cli` does, by a copy of this process, of which mpirun and its ranks are copies.
+
+    Each imports TensorRT-LLM itself; what else it needs it has.
+    """
+
+    def start_mpirun(
+        command: Sequence[str], *, env: Mapping[str, str], stdout: Any, stderr: Any, **_: object
+    ) -> subprocess.Popen[str]:
+        def work() -> None:
+            sys.argv = [*command]
+            try:
+                runpy.run_path(command[0], run_name="__main__")
+            finally:
+                atexit._run_exitfuncs()  # of TensorRT-LLM, which says there that it ends
+
+        return fork(work, env, stdin=None, stdout=stdout, stderr=stderr)
+
+    def work() -> None:
+        forget_runtime()
+        # What is left of the first process; by pytest the double knows that it does not end.
+        atexit._clear()
+        sys.modules.pop("pytest")
+        starts = {**vars(subprocess), "Popen": start_mpirun}
+        tensorrt_ranks.subprocess = SimpleNamespace(**starts)  # type: ignore[assignment]
+        run_main(*args)
+
+    process = fork(work, env)
+    out, err = process.communicate(stdin)
+    return CompletedProcess([], process.returncode, out, err)
+
+
 # Processes, as users start them: both lines, one and two ranks.
 COMMANDS = [("0.14", "plain", 1), ("1.2", "redrafter", 2)]
 
 
 @pytest.mark.parametrize(("world", "method", "tp_size"), COMMANDS, indirect=["world"])
 def test_commands_as_processes(world: World, method: str, tp_size: int) -> None:
-    """Prompts come from stdin; of several ranks, the first one alone reads and prints."""
+    """Prompts come from stdin; of several ranks, the first one alone reads and prints.
+
+    One command begins anew; that of several ranks, and they, are copies of this process.
+    """
+    run_command = run_cli if tp_size == 1 else run_copies
     install_mpirun(world)
     checkpoint = make_checkpoint(world, method, tp_size)
     engine = world.engine(f"{method}{tp_size}", checkpoint, *WAYS[method].flags)
     world.log.unlink(missing_ok=True)
     form = ("--streaming", "--tokenizer-dir", world.target) if method == "plain" else ("--json",)
-    done = run_cli(
+    done = run_command(
         "run", "--engine-dir", engine, "--input-file", "-", *form, "--end-id", 127,
         env=world.environment,
         stdin="".join(json.dumps(request) + "\n" for request in REQUESTS),
@@ -137,7 +182,7 @@ def test_commands_as_processes(world: World, method: str, tp_size: int) -> None:
     report = json.loads(done.stdout)  # and no banner or log line of TensorRT-LLM, of any rank
     assert list_texts(report) == texts
     assert (report["stats"]["method"], report["stats"]["tp_size"]) == (method, tp_size)
-    failed = run_cli(
+    failed = run_command(
         "run", "--engine-dir", engine, "--input-file", "-", "--max-output-len", 5000,
         env=world.environment, stdin=json.dumps({"input_ids": [5, 6]}) + "\n",
     )  # fmt: skip

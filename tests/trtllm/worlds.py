@@ -14,6 +14,7 @@ import pytest
 from specdec.run.pipeline import run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import (
+    ROOT,
     make_drafter,
     make_eagle_drafter,
     make_llama,
@@ -193,17 +194,22 @@ def make_prompts(*lengths: int, **keys: Any) -> list[dict[str, Any]]:
 
 
 MPIRUN = """#!{python}
-import os, subprocess, sys
+import os, sys
 assert sys.argv[1] == "-n", sys.argv
-size, command = int(sys.argv[2]), sys.argv[3:]
-ranks = [
-    subprocess.Popen(
-        command, stdin=None if rank == 0 else subprocess.DEVNULL,
-        env=dict(os.environ, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(size)),
-    )
-    for rank in range(size)
-]
-codes = [rank.wait() for rank in ranks]
+assert sys.argv[4:6] == ["-m", "specdec"], sys.argv
+sys.path.insert(0, {root!r})
+from specdec.command import entry
+size, ranks = int(sys.argv[2]), []
+for rank in range(size):
+    ranks.append(os.fork())
+    if ranks[-1]:
+        continue
+    if rank:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(size))
+    sys.argv[1:] = sys.argv[6:]
+    sys.exit(entry.main())
+codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
 if any(codes):
     print("mpirun detected that one or more processes exited with non-zero status", file=sys.stderr)
 sys.exit(max(codes))
@@ -213,4 +219,4 @@ sys.exit(max(codes))
 def install_mpirun(world: World) -> None:
     """Write an mpirun that starts processes as Open MPI's does, and grumbles like it."""
     path = world.folder / "double" / "bin" / "mpirun"
-    write_script(path, MPIRUN.format(python=sys.executable))
+    write_script(path, MPIRUN.format(python=sys.executable, root=str(ROOT)))
