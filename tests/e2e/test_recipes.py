@@ -34,8 +34,7 @@ from tests.conftest import (
 )
 from tests.engines import call_here, reset_accelerator, run_cli_here
 
-# What the commands do is no question of speed, and kernels take seconds to compile.
-CHANGES = recipe.QUICK | {"build": {"optimize": "none"}}
+CHANGES = recipe.QUICK
 # Recipes whose drafter begins as that of another recipe.
 STARTS = {"p_eagle": "eagle3", "dspark": "dflash"}
 TEXTS = ("def add(a, b):\n    return", "class Stack:\n    def", "import os", "for x in range(10):")
@@ -204,7 +203,7 @@ def test_the_table_measures_every_method(
     moved |= {f"examples/pycode/{name}": str(folder) for name, folder in shipped.items()}
     work = tmp_path / "work"
     arguments = ["--quick", "--work-dir", str(work), "--output-dir", str(tmp_path / "unused")]
-    methods.main(arguments, moved, {"build": {"optimize": "none"}}, call_here)
+    methods.main(arguments, moved, {}, call_here)
     report = json.loads((work / "methods.json").read_text())
     others = {"mtp_assistant"}  # which only a Gemma 4 has
     assert {row["method"] for row in report["rows"]} >= {*METHODS} - others
@@ -253,7 +252,7 @@ def test_what_edits_are_written_in(paths: dict[str, str], tmp_path: Path) -> Non
             "--prompts", str(tmp_path / "few.jsonl"),
         ],
         {old: new for old, new in paths.items() if old != "out/"},
-        {"build": {"optimize": "none"}}, call_here,
+        {}, call_here,
     )  # fmt: skip
     report = json.loads((tmp_path / "few.json").read_text())
     assert report["lines"] == {"copy": 1, "new": 1, "all": 2}
