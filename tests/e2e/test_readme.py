@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -201,7 +202,7 @@ def test_readme_commands_work_as_typed(
     for command in three:  # whose starts are spared
         name, *words = shlex.split(command)
         stage = name.removeprefix("specdec-")
-        process = fork(lambda words=(stage, *words): run_main(*words), cwd=tmp_path)
+        process = fork(functools.partial(run_main, stage, *words), cwd=tmp_path)
         out, err = process.communicate()
         outputs.append(subprocess.CompletedProcess(command, process.returncode, out, err))
     for done in outputs:

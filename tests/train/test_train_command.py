@@ -300,7 +300,7 @@ def train_often(folder: Path, runs: dict[str, list[str]], arguments: list[str]) 
     from specdec.system import processes
 
     starts = {**vars(subprocess), "Popen": fork_command}
-    processes.subprocess = SimpleNamespace(**starts)
+    vars(processes)["subprocess"] = SimpleNamespace(**starts)
     hidden_states.SHARD_BYTES = 1 << 14  # an odd number of files
     Accelerator.end_training = lambda self: None  # the processes are needed once more
     find_states, take_step = target.LiveTarget.find_states, loop.Loop.take_step

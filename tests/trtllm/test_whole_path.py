@@ -138,7 +138,7 @@ def run_copies(*args: object, stdin: str, env: Mapping[str, str]) -> CompletedPr
         atexit._clear()
         sys.modules.pop("pytest")
         starts = {**vars(subprocess), "Popen": start_mpirun}
-        tensorrt_ranks.subprocess = SimpleNamespace(**starts)  # type: ignore[assignment]
+        vars(tensorrt_ranks)["subprocess"] = SimpleNamespace(**starts)
         run_main(*args)
 
     process = fork(work, env)
