@@ -227,7 +227,6 @@ def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
             check = audit_drafter(url)
         assert check["verdict"] in ("failed", "suspect"), (name, check)
         assert "accept" in check["faults"][0], name
-    assert audit_drafter(url)["verdict"] == "ok"
 
 
 def test_a_drafter_that_forgets(knowing: tuple[Any, str]) -> None:

@@ -38,6 +38,7 @@ from tests.convert.checkpoints import (
 )
 from tests.convert.conftest import Converter
 from tests.convert.golden_models import summarize_rank
+from tests.covering import TAKES_ALL
 from tests.engine.models import make_model as make_config
 from tests.engines import run_cli_here
 from tests.families import (
@@ -321,15 +322,21 @@ def check_tensors(folder: Path, family: str, model_dir: Path) -> None:
 
 def list_layouts() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """A family, its sizes, and a conversion's flags: more ranks than K/V heads, an odd vocabulary,
-    every layout of the embedding, a head of its own and a tied one, stages, experts, biases."""
+    every layout of the embedding, a head of its own and a tied one, stages, experts, biases.
+
+    Every layout with those families that have rules of their own for the table or the positions,
+    and with three of five others: each of them has a head of its own and a tied one.
+    """
     own, tied = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
     six = {"heads": 6, "kv_heads": 3, "hidden": 48, "layers": 4}
-    for family in NAMES:
+    layouts = [(own, 2, 0), (own, 4, None), (tied, 1, None), (tied, 2, 1), (tied, 8, 0)]
+    for number, family in enumerate(NAMES):
         if family == "gemma4":  # whose layers are of several sizes: tests/parity has them
             continue
-        for sizes, tp_size, dim in (
-            (own, 2, 0), (own, 4, None), (tied, 1, None), (tied, 2, 1), (tied, 8, 0),
-        ):  # fmt: skip
+        has_own_rules = TAKES_ALL or family in ("llama", "gemma", "gemma2", "gpt2", "opt")
+        turns = range(len(layouts)) if has_own_rules else (number, number + 2, number + 3)
+        for turn in turns:
+            sizes, tp_size, dim = layouts[turn % len(layouts)]
             split = {"use_parallel_embedding": True, "embedding_sharding_dim": dim}
             yield family, sizes, {"tp_size": tp_size} | (split if dim is not None else {})
         yield family, six, {"tp_size": 3, "pp_size": 4}
