@@ -33,9 +33,10 @@ def fork(
     # A program never starts: what would run before it does not come back. That leaves to Popen all
     # that it does for others.
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    # Signals stay as Python sets them: it ignores SIGPIPE, which would end a copy otherwise.
     return subprocess.Popen(
         [sys.executable], text=True, preexec_fn=lambda: _work_alone(work, env or {}),
-        **(pipes | streams),
+        restore_signals=False, **(pipes | streams),
     )  # fmt: skip
 
 
