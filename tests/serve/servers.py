@@ -56,7 +56,7 @@ def make_served_engine(parent: Path, **sizes: Any) -> Path:
     config = json.loads(path.read_text()) | {"chat_template": TEMPLATE}
     path.write_text(json.dumps(config))
     return make_engine(
-        parent, target, drafter, beams=3, length=4, optimize="none",
+        parent, target, drafter, beams=3, length=4,
         build=["--max-batch-size", 4, "--tokenizer-dir", target, "--max-seq-len", 300],
     )  # fmt: skip
 
