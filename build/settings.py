@@ -85,7 +85,8 @@ class BuildSettings:
     )  # fmt: skip
     group_size: int | None = ENGINE(
         metavar="[32|64|128]",
-        help="With --quantization int4: weights that share a scale.  [default: 128]",
+        help="With --quantization int4: weights that share a scale; if not given, the most that"
+        " divide the columns of every matrix.",
     )  # fmt: skip
     drafter_weights: str = SPECULATION(
         SAME, choices=(SAME, "int8", "int4"),

@@ -39,8 +39,6 @@ from specdec.model.tensors import (
 
 from ..settings import BuildSettings
 
-DEFAULT_GROUP_SIZE = 128
-
 
 def share_head(checkpoint: CheckpointConfig, sources: Sequence[TensorFile]) -> CheckpointConfig:
     """Return a checkpoint as an engine has it that holds a head equal to the embedding once.
@@ -89,7 +87,7 @@ def plan_layout(
         if settings.quantization == INT8:
             files[file] = plan_int8(tensors, list_integers(model))
         if settings.quantization == INT4:
-            group_size = settings.group_size or DEFAULT_GROUP_SIZE
+            group_size = settings.group_size or choose_group_size(tensors, model)
             files[file] = plan_layers_int4(tensors, model, group_size)
     return files
 
@@ -109,6 +107,13 @@ def plan_tensors(
         tensors[f"{module}.{WEIGHT_SCALE}"] = TensorInfo("float32", (len(modules),))
         tensors[f"{module}.{ACTIVATION_SCALE}"] = TensorInfo("float32", (1,))
     return tensors
+
+
+def choose_group_size(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> int:
+    """Return the largest size of groups that the columns of all matrices of a file are cut into."""
+    widths = [tensors[name].shape[1] for name in list_integers(model) if name in tensors]
+    sizes = [size for size in int4.ENGINE_GROUPS if not any(width % size for width in widths)]
+    return max(sizes, default=min(int4.ENGINE_GROUPS))
 
 
 def plan_layers_int4(

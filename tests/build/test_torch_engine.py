@@ -235,15 +235,20 @@ def test_int4_rounds_groups_to_numbers_that_have_a_code(tmp_path: Path) -> None:
 
 def test_int4_without_a_group_that_divides(tmp_path: Path) -> None:
     for settings, checkpoint, remedy in (
-        ({}, make_checkpoint(), "use --group-size 32"),
-        ({}, make_checkpoint(hidden_size=64, head_size=16), "use --group-size 64"),
-        ({"group_size": 32}, make_checkpoint(intermediate_size=40), "use --quantization int8"),
+        ({"group_size": 128}, make_checkpoint(), "use --group-size 32"),
+        ({"group_size": 128}, make_checkpoint(hidden_size=64, head_size=16), "use --group-size 64"),
+        ({}, make_checkpoint(intermediate_size=40), "use --quantization int8"),
     ):
         with pytest.raises(SpecDecError, match="its rows go in pairs, its columns") as caught:
             torch_tensors.plan_layout(
                 BuildSettings(quantization="int4", **settings), checkpoint, set()
             )
         assert caught.value.hint == remedy
+    for inner, size in ((64, 32), (256, 64)):
+        checkpoint = make_checkpoint(hidden_size=size, intermediate_size=inner, head_size=16)
+        plan = torch_tensors.plan_layout(BuildSettings(quantization="int4"), checkpoint, set())
+        scales = plan["weights.safetensors"][f"{LAYER}mlp.proj.weights_scaling_factor"]
+        assert scales.shape == (size, inner // size)
     assert torch_tensors.plan_layout(BuildSettings(), make_checkpoint(), set()) == {
         "weights.safetensors": {
             name.replace("mlp.fc", "mlp.gate_up"): TensorInfo(
@@ -411,7 +416,8 @@ def test_limits_of_an_engine_whose_tensors_are_not_there_yet() -> None:
     limits = torch_engine.foresee_limits(BuildSettings(max_batch_size=4), make_checkpoint(HEADS))
     assert (limits.max_batch_size, limits.max_draft_len, limits.max_seq_len) == (4, 9, 2048)
     with pytest.raises(SpecDecError, match="its columns in groups of 128"):
-        torch_engine.foresee_limits(BuildSettings(quantization="int4"), make_checkpoint())
+        settings = BuildSettings(quantization="int4", group_size=128)
+        torch_engine.foresee_limits(settings, make_checkpoint())
 
 
 def test_a_head_is_shared_where_it_is_the_embedding_bit_for_bit(tmp_path: Path) -> None:
