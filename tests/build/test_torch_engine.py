@@ -415,8 +415,8 @@ def test_what_is_said_of_blocks_and_integers(caplog: pytest.LogCaptureFixture) -
 def test_limits_of_an_engine_whose_tensors_are_not_there_yet() -> None:
     limits = torch_engine.foresee_limits(BuildSettings(max_batch_size=4), make_checkpoint(HEADS))
     assert (limits.max_batch_size, limits.max_draft_len, limits.max_seq_len) == (4, 9, 2048)
+    settings = BuildSettings(quantization="int4", group_size=128)
     with pytest.raises(SpecDecError, match="its columns in groups of 128"):
-        settings = BuildSettings(quantization="int4", group_size=128)
         torch_engine.foresee_limits(settings, make_checkpoint())
 
 
