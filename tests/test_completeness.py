@@ -110,6 +110,7 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
         "levels",
         "draft_model",
         "draft_tree",
+        "hidden_state",
     }
     shared = drafters if folder.startswith("specdec") else set()
     assert files - {"__init__", "base"} - shared <= set(METHODS)

@@ -107,7 +107,7 @@ def test_states_that_do_not_go_with_the_layers(library: Path) -> None:
     decoder = make_hybrid(library, "convolutions")
     native, cache = decoder._native, decoder.make_cache(2, 64)
     assert isinstance(native, NativeLayers)
-    layers, sizes = native._packed, decoder.model.short_conv
+    layers, sizes = native.packed, decoder.model.short_conv
     types = torch.bfloat16, torch.device("cpu")
     assert sizes is not None
     wider = dataclasses.replace(sizes, num_channels=73)

@@ -185,7 +185,7 @@ def test_prompts_are_checked_before_anything_is_built(
         (["--max-seq-len", "100000"], "max_seq_len=100000 exceeds the model's"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--backend", "tensorrt-llm"], "TensorRT-LLM is not installed here"),
-        (["--quantization", "int4"], "its columns in groups of 128"),
+        (["--quantization", "int4"], "its columns in groups of 32"),
         (["--drafter-weights", "int8"], "the checkpoint has no drafter"),
         (["--eagle-choices", "[[0]]"], "--eagle-choices has no effect with an engine that runs"),
         (["--draft-budget", "fixed"], "--draft-budget fixed has no effect with plain decoding"),
