@@ -1,6 +1,7 @@
 """Models in the place of engine folders: `specdec-serve --model-dir`."""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from specdec import Engine, UsageError
 from specdec.serve.models import hold_engines, place_models
 from specdec.serve.settings import ServeSettings
+from specdec.system.cache import find_cache
 from tests.conftest import make_llama, make_tokenizer
 from tests.serve.servers import CLIENT, post, serve_here
 
@@ -23,6 +25,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_is_served_as_python_loads_it(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = find_cache()
+    assert cache is not None
+    if (cache / "kernels").exists():  # compiled already, unlike all else
+        shutil.copytree(cache / "kernels", tmp_path / "kernels")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
     asked = ServeSettings(model_dir=str(model_dir), max_batch_size=2, max_seq_len=64, device="cpu")
     with contextlib.ExitStack() as stack:
