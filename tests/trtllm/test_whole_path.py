@@ -134,7 +134,7 @@ def run_copies(*args: object, stdin: str, env: Mapping[str, str]) -> CompletedPr
 
     def work() -> None:
         forget_runtime()
-        # What is left of the first process; by pytest the double knows that it does not end.
+        # Left of the first process; by pytest the double knows that it does not end.
         atexit._clear()
         sys.modules.pop("pytest")
         starts = {**vars(subprocess), "Popen": start_mpirun}

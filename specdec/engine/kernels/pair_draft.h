@@ -43,7 +43,7 @@ struct PairTree {
   double min_gain;
 };
 
-// What B rows are drafted from, at most T new pairs of each. states: the target's, [., F], `num_states` of
+// Source of the drafts of B rows: at most T new pairs of each. states: the target's, [., F], `num_states` of
 // which are new: their lines there, and the rows and positions of the features that are made of them.
 // rows, past, counts: [B], of the drafter's cache, and new pairs; tokens: [B, T], of these; temperatures:
 // [B]. features: [R, positions, D].
@@ -176,7 +176,7 @@ struct PairDraft {
 
   const E *get_next_features() const { return net.norms_output ? normed.data() : x.data(); }
 
-  // What the head reads: normed in EAGLE-3.
+  // The head reads this: normed in EAGLE-3.
   const E *get_outputs() const { return net.feature_norm != nullptr ? normed.data() : x.data(); }
 
   // Runs the new pairs; the level is then that of the roots.
