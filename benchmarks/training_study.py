@@ -146,6 +146,9 @@ def plan(args: argparse.Namespace, name: str, results: Mapping[str, Any]) -> dic
 
 def train(args: argparse.Namespace, name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """Train a recipe, or go on with it; return its flags, steps and the training's report."""
+    if name == START:  # as it is
+        flags = ["--start-from", str(args.start_from)]
+        return {"flags": flags, "steps": 0, "tokens": 0, "top_1": []}
     folder, log = args.output_dir / name, args.output_dir / f"{name}.log"
     recipe = plan(args, name, results)
     if not (folder / "manifest.json").exists():
@@ -185,9 +188,7 @@ def run_recipe(args: argparse.Namespace, name: str, results: Mapping[str, Any]) 
     """Train and measure a recipe, each in its own process, as far as that is not done."""
     path = args.output_dir / f"{name}.json"
     if not path.exists():
-        flags = ["--start-from", str(args.start_from)]
-        untrained = {"flags": flags, "steps": 0, "tokens": 0, "top_1": []}
-        trained = untrained if name == START else train(args, name, results)
+        trained = train(args, name, results)
         words = [__file__, "--measure", name, *args.words]
         found = json.loads(call(words, args.output_dir / f"{name}.log").splitlines()[-1])
         write_json(path, trained | found)

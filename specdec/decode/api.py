@@ -333,11 +333,12 @@ class Engine:
         max_output_len: None is as many as the engine has room for after this prompt. index: of
         several prompts, for messages.
         """
-        min_tokens = make_prompt(prompt).min_tokens
+        full_prompt = make_prompt(prompt)
+        min_tokens = full_prompt.min_tokens
         least_len = max(1, min_tokens) if type(min_tokens) is int else 1
         core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or least_len)
         (request,) = self._make_requests(core, [prompt], defaults, index)
-        if max_output_len is None and make_prompt(prompt).max_output_len is None:
+        if max_output_len is None and full_prompt.max_output_len is None:
             max_seq_len = core.find_limits(drafts=request.drafts)[1]
             room = max(1, max_seq_len - len(request.input_ids))
             request = dataclasses.replace(request, max_output_len=room)

@@ -217,10 +217,10 @@ class Decoder:
 
     def find_best(self, logits: Tensor) -> IntArray | None:
         """Find the likeliest tokens of logits [..., V] by the kernels; None where these do not."""
-        is_theirs = self.kernels is not None and logits.dtype is self.kernels.dtype
-        if self.kernels is None or not (is_theirs and logits.is_contiguous()):
+        kernels = self.kernels
+        if kernels is None or logits.dtype is not kernels.dtype or not logits.is_contiguous():
             return None
-        return self.kernels.find_greatest(logits)
+        return kernels.find_greatest(logits)
 
     @property
     def separate_layers(self) -> TorchLayers | KernelLayers:
