@@ -14,7 +14,6 @@ Legend: B rows, T tokens, N columns of a tree mask, S cache positions, D hidden.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import weakref
 from collections import Counter
@@ -30,6 +29,7 @@ from specdec.engine.step import Step
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError, summarize
+from specdec.system.memory import pause_collection
 
 Outputs = tuple[Tensor, ...]
 
@@ -167,19 +167,15 @@ class Graphs:
         bytes_before = self._measure()
         # What is collected meanwhile may be another engine's memory on the device, and to free that
         # ends the recording.
-        is_collecting = gc.isenabled()
-        gc.disable()
         try:
-            graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))
+            with pause_collection():
+                graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))
         except RuntimeError as error:
             raise SpecDecError(
                 f"a CUDA graph for {type(owner).__name__} could not be recorded:"
                 f" {summarize(error)}",
                 "build the engine with --optimize none to run it without graphs",
             ) from error
-        finally:
-            if is_collecting:
-                gc.enable()
         self.pool_bytes += self._measure() - bytes_before
         self.num_recorded += 1
 

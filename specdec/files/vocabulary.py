@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError
-from specdec.files.reading import read_json
+from specdec.files.reading import hash_file, read_json
 from specdec.files.text_reading import hash_reading
 
 KEY = "vocabulary"  # of a manifest
 TOKEN_KEYS = ("num_tokens", "sha256")  # what token ids mean
 READING_KEY = "reading_sha256"  # how text becomes ids; manifests of older versions have none
+FILE_KEY = "tokenizer_sha256"  # of tokenizer.json, where there is one: equal files need no reading
 SPACE = "\u2581"  # what a SentencePiece tokenizer writes for a space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # and for a byte of what it has no token for
 
@@ -25,17 +26,17 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
     """Return number and hashes of the tokens of a folder's tokenizer, None without one.
 
     Hashed are the pairs of token and id, added tokens included: not the size of the model's tables,
-    which padding changes. How a tokenizer.json reads text has a hash of its own. The files of a
-    tokenizer are read in the order in which transformers prefers them.
+    which padding changes. How a tokenizer.json reads text has a hash of its own, and so has the
+    file. The files of a tokenizer are read in the order in which transformers prefers them.
     """
     tokens: dict[str, int] = {}
-    reading = None
+    file_hashes: dict[str, str] = {}
     try:
         if (folder / "tokenizer.json").is_file():
             document = read_json(folder / "tokenizer.json")
             tokens = _list_tokens(document["model"]["vocab"])
             tokens |= {entry["content"]: entry["id"] for entry in document["added_tokens"]}
-            reading = hash_reading(folder / "tokenizer.json")
+            file_hashes = _hash_tokenizer(folder / "tokenizer.json")
         elif (folder / "vocab.json").is_file():
             tokens = dict(read_json(folder / "vocab.json"))
             if (folder / "added_tokens.json").is_file():
@@ -48,8 +49,21 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
         return None
     pairs = sorted((number, token) for token, number in tokens.items())
     text = json.dumps(pairs, ensure_ascii=True, separators=(",", ":"))
-    vocabulary = {"num_tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return vocabulary if reading is None else {**vocabulary, READING_KEY: reading}
+    token_hash = hashlib.sha256(text.encode()).hexdigest()
+    return {"num_tokens": len(tokens), "sha256": token_hash, **file_hashes}
+
+
+def _hash_tokenizer(path: Path) -> dict[str, str]:
+    """Return the hashes of a tokenizer.json: of its bytes, and of how it reads text if it can."""
+    reading = hash_reading(path)
+    hashes = {} if reading is None else {READING_KEY: reading}
+    return {**hashes, FILE_KEY: hash_file(path)}
+
+
+def has_recorded_file(folder: Path, vocabulary: Mapping[str, Any]) -> bool:
+    """Return whether a folder has the tokenizer.json of a vocabulary, which says all of it."""
+    path = folder / "tokenizer.json"
+    return FILE_KEY in vocabulary and path.is_file() and hash_file(path) == vocabulary[FILE_KEY]
 
 
 def list_differences(

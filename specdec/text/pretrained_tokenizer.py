@@ -8,10 +8,12 @@ tokenizer.json, AutoTokenizer chooses a class and makes the tokenizer of the oth
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ BERT_KEYS = {
     "do_lower_case": "lowercase", "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }  # fmt: skip
+SETTLED_SECONDS = 1.0  # without a change, behind which each change of a file has a time of its own
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token")
 
 
@@ -138,7 +141,55 @@ def find_files(name: str, **options: Any) -> TokenizerFiles:
 
 
 def open_tokenizer(name: str, **options: Any) -> Any:
-    """Load the tokenizer of a folder or Hub id; `options` are for transformers."""
+    """Load the tokenizer of a folder or Hub id; `options` are for transformers.
+
+    What one command's stages load one after another is read once. Each gets a tokenizer whose
+    template and special tokens it may change; the backend, which it may not, is one for all.
+    """
+    state = name, options, _list_states(Path(name))
+    if _newest.state != state:
+        tokenizer = _load_tokenizer(name, **options)
+        if not (state[-1] and hasattr(tokenizer, "backend_tokenizer")):
+            return tokenizer
+        _newest.state, _newest.tokenizer = state, tokenizer
+    return _copy_tokenizer(_newest.tokenizer)
+
+
+@dataclasses.dataclass
+class NewestTokenizer:
+    """The tokenizer that was loaded last, and the files of its folder as they were."""
+
+    state: tuple[Any, ...] | None = None
+    tokenizer: Any = None
+
+
+_newest = NewestTokenizer()
+
+
+def _list_states(folder: Path) -> list[tuple[Any, ...]]:
+    """List the files of a folder with their sizes and times, by which a change is noticed.
+
+    None of what is no folder, and of one that was just written: two changes may have one time.
+    """
+    if not folder.is_dir():
+        return []
+    paths = sorted([*folder.iterdir(), *folder.glob("*/*.jinja")])
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    if any(stat.st_mtime > time.time() - SETTLED_SECONDS for _, stat in stats):
+        return []
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _copy_tokenizer(tokenizer: Any) -> Any:
+    """Copy a tokenizer with its lists and dictionaries, but for its backend."""
+    twin = copy.copy(tokenizer)
+    for name, value in vars(twin).items():
+        if isinstance(value, (dict, list)):
+            vars(twin)[name] = copy.copy(value)
+    return twin
+
+
+def _load_tokenizer(name: str, **options: Any) -> Any:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # of another class's name, or another format

@@ -11,7 +11,13 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import is_hub_id, refuse_absent
 from specdec.files.hub import fetch_files
 from specdec.files.text_reading import TEXTS, find_difference, read_plainly
-from specdec.files.vocabulary import READING_KEY, list_differences, read_recorded, read_vocabulary
+from specdec.files.vocabulary import (
+    READING_KEY,
+    has_recorded_file,
+    list_differences,
+    read_recorded,
+    read_vocabulary,
+)
 from specdec.gguf.folder import localize
 from specdec.system.logs import get_logger
 from specdec.text.pretrained import load_tokenizer
@@ -86,6 +92,8 @@ def _compare_recorded(
     folder: Path, manifest_vocabulary: dict[str, Any], subject: str, maker: str
 ) -> None:
     """Raise SpecDecError for a tokenizer other than the one whose vocabulary a manifest records."""
+    if has_recorded_file(folder, manifest_vocabulary):
+        return
     vocabulary = read_vocabulary(folder)
     keys = [] if vocabulary is None else list_differences(vocabulary, manifest_vocabulary)
     if vocabulary is None or not keys:

@@ -207,6 +207,7 @@ def test_tp_size_that_does_not_divide(
         (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "is not JSON: a number of 5001 digits"),
         (b'{"a": 1, "a": 2}', "is not JSON: the key 'a' is given twice"),
         (b'{"a": "\\ud800"}', "is not JSON: half of a character"),
+        (b'{"a": "\\ud83d\\\\\\uDe00", "b": 1}', "is not JSON: half of a character"),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
         (b'{"a": ' * 100_000, "is not JSON: values nested too deeply"),
         (b"", "is not JSON: Expecting value"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tokenizers import pre_tokenizers as splits
 
 from specdec.errors import SpecDecError
 from specdec.files.text_reading import TEXTS
-from specdec.files.vocabulary import list_differences, read_vocabulary
+from specdec.files.vocabulary import has_recorded_file, list_differences, read_vocabulary
+from specdec.text import pretrained_tokenizer
 from specdec.text.pretrained import load_tokenizer, warn_of_other_ids
 from tests.conftest import ROOT
 from tests.covering import cover
@@ -228,6 +230,42 @@ def test_the_vocabulary_sees_how_text_is_read(backends: dict[str, str], tmp_path
     respelled = describe("respelled", model=document["model"] | {"merges": merges})
     assert list_differences(first, respelled) == []
     assert list_differences(first, {key: first[key] for key in ("num_tokens", "sha256")}) == []
+    assert has_recorded_file(tmp_path / "first", first)
+    assert not has_recorded_file(tmp_path / "other", first)
+
+
+def test_a_folder_that_stays_as_it_is_is_read_once(
+    backends: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who changes the template or a special token changes nobody else's."""
+    loads: list[str] = []
+
+    def load(name: str, **options: Any) -> Any:
+        loads.append(name)
+        return load_again(name, **options)
+
+    load_again = pretrained_tokenizer._load_tokenizer
+    monkeypatch.setattr(pretrained_tokenizer, "_load_tokenizer", load)
+    folder = write(tmp_path / "model", backends["split"], NAMES)
+
+    def age(seconds: int) -> None:
+        for path in folder.iterdir():
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - seconds))
+
+    load_tokenizer(folder)
+    load_tokenizer(folder)
+    assert len(loads) == 2  # what was just written may be written again in one tick of the clock
+    age(60)
+    first, second = load_tokenizer(folder), load_tokenizer(folder)
+    assert len(loads) == 3
+    second.eos_token, second.chat_template = "<|endoftext|>", "another"
+    for tokenizer in (first, load_tokenizer(folder)):
+        assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", None)
+        assert tokenizer.all_special_tokens == ["<s>", "</s>", "<unk>"]
+    assert len(loads) == 3
+    write(folder, backends["split"], NAMES | {"eos_token": "<s>"})
+    age(30)
+    assert load_tokenizer(folder).eos_token == "<s>"
 
 
 def test_a_class_that_reads_otherwise_is_told(
