@@ -66,6 +66,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": dict(zip(_SIZES, (262144, 2304, 9216, 30, 8), strict=True)) | {
         "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
     },
+    "lfm2": dict(zip(_SIZES, (65536, 2560, 12288, 32, 32), strict=True)),
     "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
@@ -117,8 +118,13 @@ def unwrap(folder: HfFolder) -> HfFolder:
 
 
 def _complete(text: dict[str, Any]) -> dict[str, Any]:
-    """Return a text model's configuration with its class's defaults, and the family's name."""
+    """Return a text model's configuration with its class's defaults, and the family's name.
+
+    transformers goes by the model_type, whatever class is named beside it.
+    """
     kind = str(text.get("model_type"))
+    if kind in DEFAULTS:
+        text = {key: value for key, value in text.items() if key != "architectures"}
     defaults = dict(DEFAULTS.get(kind, {}))
     if kind in KINDS:
         rotary = {key: _drop_sections(text.get(key)) for key in ("rope_parameters", "rope_scaling")}

@@ -299,7 +299,8 @@ class EndpointAnswer:
     @property
     def _last_fields(self) -> dict[str, Any]:
         """The fields that end an answer: metrics, and the parameters without effect."""
-        return {"metrics": describe_jobs(self.choices), "specdec": {"ignored": self._ignored}}
+        metrics = describe_jobs(self.choices, self.body.num_choices)
+        return {"metrics": metrics, "specdec": {"ignored": self._ignored}}
 
     def _wrap(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

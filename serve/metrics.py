@@ -193,11 +193,15 @@ class Metrics:
             self._histograms[key].observe(value)
 
 
-def describe_jobs(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return an answer's `metrics`, in vLLM's names; of several choices, sums and longest times."""
-    stats = [job.stats for job in jobs if job.stats is not None]
+def describe_jobs(jobs: Sequence[Job], num_choices: int = 1) -> dict[str, Any]:
+    """Return an answer's `metrics`, in vLLM's names; of several choices, sums and longest times.
+
+    num_choices: how many jobs, one behind the other, are choices of one prompt, which counts once.
+    """
+    first_jobs = jobs[::num_choices]
+    stats = [job.stats for job in first_jobs if job.stats is not None]
     counts = {
-        "num_prompt_tokens": sum(len(job.request.input_ids) for job in jobs),
+        "num_prompt_tokens": sum(len(job.request.input_ids) for job in first_jobs),
         "num_cached_prompt_tokens": sum(request_stats.num_cached_tokens for request_stats in stats),
     }
     return _describe_times(jobs) | counts | {"speculative_decoding": _describe_speculation(jobs)}

@@ -42,7 +42,7 @@ def find_family(folder: HfFolder) -> Family:
             "correct architectures in its config.json",
         )
     if architectures:  # ModelOpt names so the class of a model that it added heads to
-        family = FAMILIES.get(architectures[0].removeprefix("Medusa"))
+        family = _find_named(architectures[0].removeprefix("Medusa"))
         description = f"architecture {shorten(architectures[0])}"
     else:
         model_type = folder.config.get("model_type")
@@ -60,6 +60,15 @@ def find_family(folder: HfFolder) -> Family:
             "correct the wrong one in its config.json: transformers goes by model_type",
         )
     return family
+
+
+def _find_named(name: str) -> Family | None:
+    """Return the family of a class, or of the class of its models without a head.
+
+    Such a model is saved without its head: where that is tied nothing is missing.
+    """
+    stem = name.removesuffix("Model").removesuffix("Text")
+    return FAMILIES.get(name) or FAMILIES.get(f"{stem}ForCausalLM" if stem != name else name)
 
 
 def _find_other(family: Family, model_type: object) -> Family | None:

@@ -116,11 +116,13 @@ def read_full_heads(reader: ConfigReader, types: tuple[str, ...], kv_heads: int)
     transformers 5 saves them as overrides of each layer, and no longer under their own names.
     """
     overrides = reader.get_object("per_layer_config")
-    if not overrides:
-        number = kv_heads
-        if reader.get_bool("attention_k_eq_v", False):
-            number = reader.get_int("num_global_key_value_heads", kv_heads)
-        return reader.get_int("global_head_dim", 512), number
+    if "per_layer_config" not in reader.config:
+        has_own_number = reader.get_bool("attention_k_eq_v", False)
+        name = "num_global_key_value_heads" if has_own_number else "num_key_value_heads"
+        return reader.get_int("global_head_dim", 512), reader.get_int(name, kv_heads)
+    size = reader.get_int("head_dim", 256)
+    if not overrides:  # all layers are alike
+        return size, kv_heads
     full_layers = [layer for layer, kind in enumerate(types) if kind == FULL]
     names = {"head_dim", "num_key_value_heads"}
     first_key = next(iter(overrides))
@@ -135,7 +137,7 @@ def read_full_heads(reader: ConfigReader, types: tuple[str, ...], kv_heads: int)
         return 1, 1
     inner = reader.enter(first)
     return (
-        inner.get_int("head_dim", reader.config.get("head_dim", 256)),
+        inner.get_int("head_dim", size),
         inner.get_int("num_key_value_heads", kv_heads),
     )
 

@@ -175,7 +175,10 @@ def read_mixture(
     has_shared: whether there is a shared expert. arithmetic: further flags.
     """
     has_experts = not has_shared or reader.config.get("num_local_experts", 8) != 0
-    shared_inner = reader.get_int("shared_intermediate_size", 1024) if has_shared else 0
+    shared_inner = 0
+    if has_shared:  # of size 0 there is none
+        minimum = 0 if has_experts else 1
+        shared_inner = reader.get_int("shared_intermediate_size", 1024, minimum=minimum)
     inner = {} if has_experts else {"intermediate_size": shared_inner}
     values = read_decoder(
         reader.enter({"intermediate_size": 11008, **reader.config, **inner}), max_positions=2048

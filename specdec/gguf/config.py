@@ -26,6 +26,11 @@ from .names import GRANITE_DENSE, GRANITE_SHARED, MISTRAL, MIXTRAL, READ, GgufAr
 CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
 STATEFUL = (*CONVOLVING, "granitehybrid")  # whose layers without keys have no heads of them
 ASSISTANT = "gemma4-assistant"
+# The converter writes them for a Granite 4 whose layers all attend, too, and then none reads them.
+MAMBA_KEYS = tuple(
+    f"ssm.{name}"
+    for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
 SIGMOID = 2  # llama.cpp's number of a function of the router's outputs
 TOLERANCE = 1e-5  # of the factors that a llama3 scaling gives, which were computed in float32
 
@@ -342,7 +347,15 @@ def _read_ministral3(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if data.get("rope.scaling.finetuned", True) is False:
         data.refuse("a Granite without rotary embedding is not read")
+    data.used_keys.update((*MAMBA_KEYS, "expert_shared_feed_forward_length"))
     return _read_biases(data, config) | _read_multipliers(data, config)
+
+
+def _read_logit_scale(data: Metadata) -> float:
+    """Read the divisor of logits, which a file of Granite 4 need not have, or as 0."""
+    if data.name == "granitehybrid":
+        return float(data.get("logit_scale") or 1.0)
+    return float(data.need("logit_scale"))
 
 
 def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +363,7 @@ def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "embedding_multiplier": data.get("embedding_scale") or 1.0,
         "residual_multiplier": data.get("residual_scale") or 1.0,
-        "logits_scaling": data.need("logit_scale"),
+        "logits_scaling": _read_logit_scale(data),
         "attention_multiplier": data.get("attention.scale") or 1 / math.sqrt(config["head_dim"]),
     }
 
@@ -390,6 +403,7 @@ def _read_stateful(data: Metadata, num_layers: int, kind: str) -> list[str]:
 def _read_granite_moe(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Read a mixture's experts, and the size of the one that every token takes."""
     shared_inner = data.get("expert_shared_feed_forward_length", 0)
+    data.used_keys.update(MAMBA_KEYS)
     if data.name == "granitehybrid" and not data.get("expert_count", 0):
         experts = {"num_local_experts": 0}
         shared_inner = config["intermediate_size"]

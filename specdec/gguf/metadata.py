@@ -23,6 +23,7 @@ IGNORED_KEYS: dict[str, tuple[Any, ...] | None] = {
     "pooling_type": (0,), "nextn_predict_layers": (0,), "expert_group_count": (0,),
     "rope.dimension_sections": None,  # of pictures: the three positions of a text are one
     "n_deepstack_layers": None,  # whose inputs have images added
+    "attention.sliding_window": (0,),
     "expert_gating_func": (0, 1), "expert_weights_scale": (0.0, 1.0),
 }  # fmt: skip
 

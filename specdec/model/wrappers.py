@@ -6,7 +6,8 @@ import re
 
 WRAPPERS = (
     "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "Lfm2VlForConditionalGeneration",
+    "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",

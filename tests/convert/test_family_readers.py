@@ -223,6 +223,8 @@ def test_granite_4_s_layers() -> None:
     model = read(granite.GRANITE_HYBRID, **GRANITE4 | dense)
     assert (model.experts, model.mamba2, model.layer_types) == (None, None, None)
     assert model.intermediate_size == 5, "of the shared expert, which is the MLP"
+    alone = read(granite.GRANITE_SHARED, **GRANITE4 | {"shared_intermediate_size": 0})
+    assert (alone.experts and alone.experts.shared_inner, alone.arithmetic.mlp) == (0, "experts")
     described = describe(granite.GRANITE_HYBRID, read(granite.GRANITE_HYBRID, **GRANITE4))
     assert (described["mamba2"]["key_size"], described["embedding_multiplier"]) == (3, 12.0)
 
@@ -238,6 +240,7 @@ def test_granite_4_s_layers() -> None:
         ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\]"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"logits_scaling": 0}, "logits_scaling is 0"),
+        ({"num_local_experts": 0, "shared_intermediate_size": 0}, "shared_intermediate_size is 0"),
         ({"attention_multiplier": None}, "attention_multiplier is null"),
         (
             {"layers_block_type": ["attention"] * 4},
@@ -327,6 +330,9 @@ def test_gemma_4_s_layers_differ() -> None:
     assert [model.get_source(layer) for layer in range(4)] == [None, None, 0, 1]
     assert (model.sliding_window, model.rotary_base, model.rope_local_base_freq) == (512, 1e6, 1e4)
     assert describe(gemma4.GEMMA4, model)["layer_sizes"]["reusing_inner"] == 12
+    alike = read(gemma4.GEMMA4, per_layer_config={}, head_dim=4)  # as transformers 5 writes it
+    assert alike.layer_sizes is not None
+    assert (alike.layer_sizes.full_head_size, alike.layer_sizes.full_num_kv_heads) == (4, 1)
     for wrong, fact in (
         ({"attention_bias": True}, "attention_bias is true"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is"),
@@ -777,7 +783,10 @@ def test_wrappers_are_those_of_transformers() -> None:
 WRAPPER = {
     "architectures": ["LlavaForConditionalGeneration"], "dtype": "float16",
     "tie_word_embeddings": True, "quantization_config": {"bits": 4},
-    "text_config": {"model_type": "mistral", "hidden_size": 8, "dtype": "bfloat16"},
+    "text_config": {
+        "model_type": "mistral", "hidden_size": 8, "dtype": "bfloat16",
+        "architectures": ["MistralModel"],  # by which transformers does not go
+    },
 }  # fmt: skip
 
 

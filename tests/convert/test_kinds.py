@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from specdec.convert.families import FAMILIES
 from specdec.convert.kinds import MARKS, describe_kind
 from specdec.text.pretrained import load_model
-from tests.conftest import make_llama
+from tests.conftest import change_tensors, make_llama
 from tests.convert.checkpoints import join_checkpoint, read_config
 from tests.convert.conftest import Converter
 from tests.engines import continue_greedily, list_requests, make_engine
@@ -124,6 +124,18 @@ def test_two_names_of_a_model_that_disagree(convert: Converter, tmp_path: Path) 
     }):  # fmt: skip
         (model / "config.json").write_text(json.dumps(config | known))
         convert(model_dir=model, force=True)
+
+
+def test_models_without_a_head(convert: Converter, tmp_path: Path) -> None:
+    """A class of transformers' without a head is its family's, whose head may be the embedding."""
+    model = make_llama(tmp_path)
+    config = read_config(model) | {"architectures": ["LlamaModel"]}
+    with change_tensors(model) as tensors:
+        del tensors["lm_head.weight"]
+    (model / "config.json").write_text(json.dumps(config))
+    assert "lacks 1 tensor: lm_head.weight" in convert.fail(model_dir=model).message
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    convert(model_dir=model)
 
 
 # ---- Wrappers.

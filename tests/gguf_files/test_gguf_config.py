@@ -46,9 +46,12 @@ HYBRID = {
     "ssm_inner_size": 6 * 16, "full_attention_interval": 2,
 }  # fmt: skip
 CHOSEN = {"expert_count": 8, "expert_used_count": 2}  # of the size of an MLP
-MAMBA = {
+MAMBA_KEYS = {
     "ssm_conv_kernel": 4, "ssm_state_size": 24, "ssm_group_count": 2, "ssm_time_step_rank": 6,
-    "ssm_inner_size": 2 * 96, "head_count_kv": [0, KV_HEADS, 0, KV_HEADS], "logit_scale": 8.0,
+    "ssm_inner_size": 2 * 96,
+}  # fmt: skip
+MAMBA = MAMBA_KEYS | {
+    "head_count_kv": [0, KV_HEADS, 0, KV_HEADS], "logit_scale": 8.0,
     "rope_scaling_finetuned": False,
 }  # fmt: skip
 MAMBA_FIELDS = {
@@ -171,7 +174,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
                  "attention_scale": 0.0625}, (), {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0,
         "attention_multiplier": 0.0625}),
-    ("granite", {"logit_scale": 8.0}, (), {
+    # As llama.cpp writes a Granite 4 whose layers all attend.
+    ("granite", MAMBA_KEYS | {"logit_scale": 8.0, "expert_shared_feed_forward_length": 224}, (), {
         "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
         "attention_multiplier": 1 / math.sqrt(HEAD_DIM)}),
     ("stablelm", {"layer_norm_eps": 1e-5, "layer_norm_rms_eps": None, "rope_dimension_count": 5,
@@ -192,7 +196,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("lfm2", {"head_count_kv": [0, KV_HEADS, 0, KV_HEADS], "shortconv_l_cache": 4}, (), {
         "model_type": "lfm2", "layer_types": ["conv", FULL] * 2, "conv_L_cache": 4,
         "block_auto_adjust_ff_dim": False, "norm_eps": 3e-6}),
-    ("lfm2", {"shortconv_l_cache": 3}, (), {"layer_types": [FULL] * 4, "norm_eps": 3e-6}),
+    ("lfm2", {"shortconv_l_cache": 3, "sliding_window": 0}, (), {
+        "layer_types": [FULL] * 4, "norm_eps": 3e-6}),
     ("lfm2moe", EXPERTS | {
         "head_count_kv": [0, 0, KV_HEADS, 0], "shortconv_l_cache": 3,
         "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
@@ -203,13 +208,15 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("granitemoe", CHOSEN | {"logit_scale": 8.0}, ("blk.2.attn_q.bias",), {
         "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2,
         "attention_bias": True, "logits_scaling": 8.0}),
-    ("granitemoe", CHOSEN | {"logit_scale": 8.0, "expert_shared_feed_forward_length": 72}, (), {
+    ("granitemoe", MAMBA_KEYS | CHOSEN | {
+        "logit_scale": 8.0, "expert_shared_feed_forward_length": 72}, (), {
         "model_type": "granitemoeshared", "shared_intermediate_size": 72}),
     ("granitehybrid", MAMBA | CHOSEN | {"expert_shared_feed_forward_length": 72},
      ("blk.0.ssm_conv1d.bias",), MAMBA_FIELDS | {
         "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 72}),
-    ("granitehybrid", MAMBA | {"rope_scaling_finetuned": True}, ("blk.1.attn_q.bias",),
-     MAMBA_FIELDS | {
+    ("granitehybrid", MAMBA | {"rope_scaling_finetuned": True, "logit_scale": None},
+     ("blk.1.attn_q.bias",), MAMBA_FIELDS | {
+        "logits_scaling": 1.0,
         "num_local_experts": 0, "shared_intermediate_size": 224, "mamba_conv_bias": False,
         "position_embedding_type": "rope", "attention_bias": True}),
     ("qwen35", HYBRID, (), HYBRID_FIELDS | {"model_type": "qwen3_5_text"}),

@@ -118,9 +118,9 @@ def test_the_dashboard_names_metrics_and_labels_that_exist() -> None:
 def test_an_answer_tells_of_prompt_tokens_from_the_cache(folder: Path) -> None:
     with serve_here(folder) as (_, url):
         first, again = (
-            post(url, "/v1/completions", prompt=[*range(3, 83)], max_tokens=2)["metrics"]
-            for _ in range(2)
+            post(url, "/v1/completions", prompt=[*range(3, 83)], max_tokens=2, n=n)["metrics"]
+            for n in (1, 2)
         )
-    assert first["num_prompt_tokens"] == again["num_prompt_tokens"] == 80
+    assert first["num_prompt_tokens"] == again["num_prompt_tokens"] == 80, "once, as in `usage`"
     assert first["num_cached_prompt_tokens"] == 0
     assert 60 < again["num_cached_prompt_tokens"] < 80
