@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -169,21 +169,58 @@ def _check_depth(document: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, or raise an error that names the file."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            fact = f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read"
-            raise SpecDecError(fact, "correct or replace the file")
-        data = file.read()
     try:
         with pause_collection():  # a vocabulary takes half the time without
-            document = parse_json(data)
+            document = parse_json(_read_bytes(path))
         _check_depth(document)
     except ValueError as error:
         raise SpecDecError(f"{path} is not JSON: {error}", "correct or replace the file") from None
     if not isinstance(document, dict):
         raise SpecDecError(f"{path} holds no JSON object", "correct or replace the file")
     return document
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_JSON_BYTES:
+            fact = f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read"
+            raise SpecDecError(fact, "correct or replace the file")
+        return file.read()
+
+
+def read_members(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """Read some members of a JSON object; None for those that it lacks.
+
+    Members behind the last of them are not looked at: a tokenizer.json ends with a vocabulary,
+    whose hundred thousands of objects take longer than all else that is read to load a model.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_refuse_twins, parse_constant=_refuse_constant)
+    members: dict[str, Any] = {}
+    try:
+        text = _read_bytes(path).decode("utf-8")
+        position = _pass_mark(text, 0, "{")
+        while not members.keys() >= {*keys}:
+            key, position = decoder.raw_decode(text, position)
+            members[key], position = decoder.raw_decode(text, _pass_mark(text, position, ":"))
+            position = _pass_mark(text, position, ",")
+    except (ValueError, RecursionError):  # such as where the object ends, or what is no JSON
+        members = read_json(path)
+    return {key: members.get(key) for key in keys}
+
+
+def _pass_mark(text: str, position: int, mark: str) -> int:
+    """Return the place behind a mark and the spaces around it; ValueError where it is not there."""
+    position = _pass_spaces(text, position)
+    if not text.startswith(mark, position):
+        raise ValueError(f"Expecting {mark!r} at character {position}")
+    return _pass_spaces(text, position + 1)
+
+
+def _pass_spaces(text: str, position: int) -> int:
+    while text.startswith((" ", "\t", "\n", "\r"), position):
+        position += 1
+    return position
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

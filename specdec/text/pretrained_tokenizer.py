@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, summarize
-from specdec.files.reading import read_json
+from specdec.files.reading import read_json, read_members
 from specdec.text.pretrained_config import NEWER
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -96,8 +96,7 @@ class TokenizerFiles:
     def document(self) -> Mapping[str, Any]:
         """Keys of tokenizer.json that are read here, without its vocabulary."""
         assert self.path is not None
-        document = read_json(self.path)
-        return {key: document.get(key) for key in ("added_tokens", "pre_tokenizer")}
+        return read_members(self.path, ("added_tokens", "pre_tokenizer"))
 
     @property
     def is_plain(self) -> bool:

@@ -22,7 +22,7 @@ from specdec.errors import SpecDecError
 from specdec.files import casts, staging
 from specdec.files.casts import cast
 from specdec.files.manifest import FORMAT_VERSION, describe_file, write_manifest
-from specdec.files.reading import hash_file, read_json
+from specdec.files.reading import hash_file, read_json, read_members
 from specdec.files.staging import check_output_dir, place_file, stage_folder
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo, write_tensor_file
 
@@ -507,3 +507,24 @@ def test_a_file_that_was_shortened_since_it_was_opened(tmp_path: Path) -> None:
     assert file.read("a").all()
     with pytest.raises(SpecDecError, match=r"x.safetensors ends at byte \d+: it was shortened"):
         file.read("b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [1, {"b": "}"}], "model": {"vocab": {"x": 0}}}', '{\n "model" : {}, "a":null }',
+        "{}", '{"b": 1}', '{"b": 1, "c": 2, "a": "\\u00e9"} ',
+    ],
+)  # fmt: skip
+def test_some_members_are_those_of_the_whole(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert read_members(path, ("a", "c")) == {key: read_json(path).get(key) for key in "ac"}
+
+
+def test_members_behind_the_last_one_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1, "vocabulary": {"x": 0, "x"')
+    assert read_members(path, ("a",)) == {"a": 1}
+    with pytest.raises(SpecDecError, match="is not JSON"):
+        read_members(path, ("b",))
