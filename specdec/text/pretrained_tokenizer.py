@@ -145,24 +145,19 @@ def open_tokenizer(name: str, **options: Any) -> Any:
     What one command's stages load one after another is read once. Each gets a tokenizer whose
     template and special tokens it may change; the backend, which it may not, is one for all.
     """
-    state = name, options, _list_states(Path(name))
-    if _newest.state != state:
-        tokenizer = _load_tokenizer(name, **options)
-        if not (state[-1] and hasattr(tokenizer, "backend_tokenizer")):
-            return tokenizer
-        _newest.state, _newest.tokenizer = state, tokenizer
-    return _copy_tokenizer(_newest.tokenizer)
+    states = _list_states(Path(name))
+    kept = _newest.get("loaded")  # all at once, since another thread may load another one
+    if kept is not None and kept[0] == (name, options, states):
+        return _copy_tokenizer(kept[1])
+    tokenizer = _load_tokenizer(name, **options)
+    if not states or not hasattr(tokenizer, "backend_tokenizer"):
+        return tokenizer
+    _newest["loaded"] = (name, options, states), tokenizer
+    return _copy_tokenizer(tokenizer)
 
 
-@dataclasses.dataclass
-class NewestTokenizer:
-    """The tokenizer that was loaded last, and the files of its folder as they were."""
-
-    state: tuple[Any, ...] | None = None
-    tokenizer: Any = None
-
-
-_newest = NewestTokenizer()
+# The tokenizer that was loaded last, with its folder's name, options and files as they were.
+_newest: dict[str, tuple[tuple[str, Mapping[str, Any], list[Any]], Any]] = {}
 
 
 def _list_states(folder: Path) -> list[tuple[Any, ...]]:
