@@ -93,21 +93,24 @@ def read_hybrid(
     )
     if isinstance(listed_types := reader.config.get("layer_types"), list):
         types = tuple(listed_types)
-    if not {LINEAR} <= set(types) <= {LINEAR, FULL} or len(types) != num_layers:
+    if not set(types) <= {LINEAR, FULL} or len(types) != num_layers:
         reader.refuse(
             f"layer_types is {shorten(list(types))} for {num_layers} layers",
             f"hybrids are supported whose layers are {LINEAR} or {FULL}",
         )
-    return {
-        **values,
-        "linear_attention": LinearAttention(
+    linear_attention = None
+    if LINEAR in types:
+        linear_attention = LinearAttention(
             num_key_heads=reader.get_int("linear_num_key_heads", 16),
             num_value_heads=reader.get_int("linear_num_value_heads", 32),
             key_size=reader.get_int("linear_key_head_dim", 128),
             value_size=reader.get_int("linear_value_head_dim", 128),
             num_taps=reader.get_int("linear_conv_kernel_dim", 4),
-        ),
-        "layer_types": types,
+        )
+    return {
+        **values,
+        "linear_attention": linear_attention,
+        "layer_types": types if linear_attention is not None else None,
         "own_arithmetic": Architecture(
             qk_norm=True, adds_one=True, qkv_bias=bias, dense_bias=bias, gates_attention=True,
             activations=(activation,), mlp="gated" if activation == "silu" else "experts",
@@ -153,7 +156,9 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
 
 def describe_hybrid(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Add the sizes of linear attention and of experts to a checkpoint's config.json."""
-    config = describe_rotary(model, config) | {"linear_attention": vars(model.linear_attention)}
+    config = describe_rotary(model, config)
+    if model.linear_attention is not None:
+        config["linear_attention"] = vars(model.linear_attention)
     return config if model.experts is None else config | describe_sizes(model)
 
 

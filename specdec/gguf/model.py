@@ -15,6 +15,7 @@ from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import TensorInfo
+from specdec.model.config import FULL
 from specdec.system.libraries import import_gguf
 
 from .config import find_architecture, read_config
@@ -150,7 +151,7 @@ class GgufModel:
         """Yield the modules of a layer within a stored tensor, with their rows."""
         hf_module = self.architecture.modules.get(module)
         is_turned = self.architecture.interleaves and module in ("attn_q", "attn_k")
-        if module == "attn_qkv" and hf_module is None:
+        if module == "attn_qkv" and self._attends(hf_module, layer):
             yield from self._split_heads(("attn_q", "attn_k", "attn_v"), stored, layer)
         elif module == "ssm_ba" and hf_module is None:
             yield from self._split_letters(stored)
@@ -162,6 +163,16 @@ class GgufModel:
             yield from self._split_heads((module,), stored, layer)
         else:
             yield hf_module, self._open(hf_module, stored)
+
+    def _attends(self, fused_module: str | None, layer: int) -> bool:
+        """Return whether attn_qkv holds a layer's queries, keys and values.
+
+        fused_module: what it is in other layers: the input of linear attention, in hybrids.
+        """
+        types = self.config.get("layer_types") or []
+        return fused_module is None or (
+            "linear_attn" in fused_module and types[layer : layer + 1] in ([], [FULL])
+        )
 
     def _split_letters(self, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
         """Yield the projections b and a, whose rows each key head has one after the other."""
@@ -178,6 +189,8 @@ class GgufModel:
         architecture, num = self.architecture, self.config["num_attention_heads"]
         size, num_kv = read_heads(self.config, layer)
         heads = {module: num if module == "attn_q" else num_kv for module in modules}
+        if architecture.modules.get("attn_qkv") is not None and "attn_q" in heads:
+            heads["attn_q"] *= 2  # those of a hybrid's gates, too
         total = sum(heads.values())
         if stored.num_rows != total * size:
             raise SpecDecError(

@@ -64,6 +64,8 @@ QWEN_NAMES = LAYER_NAMES | {
     f"mlp.{module}.{name}_proj": f"ffn_{name}_{kind}" for name in ("gate", "up", "down")
     for module, kind in (("experts.{expert}", "exps"), ("shared_expert", "shexp"))
 } | {"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}  # fmt: skip
+# Those of the converter's --fuse-gate-up-exps: gate's rows come first.
+_FUSED_NAMES = {"mlp.experts.{expert}.gate_up_proj": "ffn_gate_up_exps"}
 GPT_OSS_NAMES = SEED_NAMES | {
     f"mlp.experts.{{expert}}.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")
 } | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"}  # fmt: skip
@@ -165,8 +167,8 @@ READ = {
         "Qwen3_5ForCausalLM", "qwen3_5_text", HYBRID_NAMES, shift=1.0, deals_heads=True
     ),
     "qwen35moe": GgufArchitecture(
-        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_NAMES | HYBRID_NAMES, shift=1.0,
-        deals_heads=True,
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_NAMES | HYBRID_NAMES | _FUSED_NAMES,
+        shift=1.0, deals_heads=True,
     ),
 }  # fmt: skip
 # What `llama` also is: with a window, and with experts.

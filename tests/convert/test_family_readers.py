@@ -416,7 +416,6 @@ def test_gemma_s_norms_are_stored_less_one(tmp_path: Path) -> None:
         (STABLELM, {"head_dim": 8}, "head_dim is 8"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm is True"),
         (qwen_hybrid.QWEN3_5, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (qwen_hybrid.QWEN3_5, {"layer_types": [FULL] * 4}, "layer_types is .* for 4 layers"),
         (qwen_hybrid.QWEN3_5, {"layer_types": [LINEAR, FULL]}, "layer_types is .* for 4 layers"),
         (qwen_hybrid.QWEN3_5, {"layer_types": [LINEAR] * 3 + [SLIDING]}, "for 4 layers"),
         (qwen_hybrid.QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob is False"),
@@ -531,6 +530,10 @@ def test_hybrids_are_read() -> None:
     assert small.layer_types == (LINEAR, FULL, LINEAR, FULL)
     described = describe(qwen_hybrid.QWEN3_5, small)
     assert described["linear_attention"]["value_size"] == 5
+    full = read(qwen_hybrid.QWEN3_5, layer_types=[FULL] * 4)
+    assert (full.layer_types, full.linear_attention) == (None, None)
+    assert full.arithmetic.gates_attention
+    assert "linear_attention" not in describe(qwen_hybrid.QWEN3_5, full)
     listed = [FULL, LINEAR, LINEAR, LINEAR]
     rotary = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 1, 0],
               "mrope_interleaved": True, "partial_rotary_factor": 0.5}  # fmt: skip

@@ -117,7 +117,10 @@ def edit(
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     types = {tensor.name: tensor.tensor_type for tensor in read.tensors}
     for name, data in change({tensor.name: tensor.data for tensor in read.tensors}).items():
-        twins = (name, name.replace("attn_qkv", "attn_q"), re.sub("(gate|up)_e", "gate_up_e", name))
+        twins = (
+            name, name.replace("attn_qkv", "attn_q"), re.sub("(gate|up)_e", "gate_up_e", name),
+            name.replace("gate_up", "up"),
+        )  # fmt: skip
         kind = next(types[twin] for twin in twins if twin in types)
         writer.add_tensor(name, np.array(data), raw_dtype=kind)
     finish(writer)
@@ -276,21 +279,24 @@ def test_biases_of_one_tensor_for_queries_keys_and_values(tmp_path: Path) -> Non
         assert np.array_equal(whole.read(name), parts.read(name)), name
 
 
-def test_gemma_4_with_tensors_that_are_one(tmp_path: Path) -> None:
+def test_mixtures_with_tensors_that_are_one(tmp_path: Path) -> None:
     """As llama.cpp's converter writes them with --fuse-qkv and --fuse-gate-up-exps."""
 
     def fuse(tensors: dict[str, Any]) -> dict[str, Any]:
-        for name in [name for name in tensors if ".attn_v." in name or "gate_up" in name]:
+        for name in list(tensors):
+            if "ffn_up_exps" in name:
+                parts = [tensors.pop(name.replace("up", part)) for part in ("gate", "up")]
+                tensors[name.replace("up", "gate_up")] = np.concatenate(parts, axis=1)
             if "gate_up" in name:
                 halves = np.split(tensors.pop(name), 2, axis=1)
                 for half, data in zip(("gate", "up"), halves, strict=True):
                     tensors[name.replace("gate_up", half)] = data
-                continue
-            parts = [tensors.pop(name.replace("attn_v", f"attn_{part}")) for part in "qkv"]
-            tensors[name.replace("attn_v", "attn_qkv")] = np.concatenate(parts)
+            if ".attn_v." in name:
+                parts = [tensors.pop(name.replace("attn_v", f"attn_{part}")) for part in "qkv"]
+                tensors[name.replace("attn_v", "attn_qkv")] = np.concatenate(parts)
         return tensors
 
-    for name in ("gemma4", "gemma4_dense"):
+    for name in ("gemma4", "gemma4_dense", "qwen35_moe"):
         edit(GOLDEN / f"{name}.gguf", tmp_path / f"{name}.gguf", {}, fuse)
         found, expected = (GgufModel(parent / f"{name}.gguf") for parent in (tmp_path, GOLDEN))
         assert found.config == expected.config
