@@ -116,7 +116,7 @@ def read_full_heads(reader: ConfigReader, types: tuple[str, ...], kv_heads: int)
     transformers 5 saves them as overrides of each layer, and no longer under their own names.
     """
     overrides = reader.get_object("per_layer_config")
-    if "per_layer_config" not in reader.config:
+    if reader.config.get("per_layer_config") is None:
         has_own_number = reader.get_bool("attention_k_eq_v", False)
         name = "num_global_key_value_heads" if has_own_number else "num_key_value_heads"
         return reader.get_int("global_head_dim", 512), reader.get_int(name, kv_heads)

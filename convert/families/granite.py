@@ -168,17 +168,19 @@ def read_mamba(reader: ConfigReader, hidden_size: int) -> Mamba2Sizes:
 
 
 def read_mixture(
-    reader: ConfigReader, layout: Layout, *, has_shared: bool, **arithmetic: Any
-) -> dict[str, Any]:
+    reader: ConfigReader, layout: Layout, *, has_shared: bool, shared_size: int = 0,
+    **arithmetic: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Read the fields of `ModelConfig` of a mixture, or of a model that has no experts but one.
 
-    has_shared: whether there is a shared expert. arithmetic: further flags.
+    has_shared: whether there is a shared expert, of shared_size if nothing is said. arithmetic:
+    further flags.
     """
     has_experts = not has_shared or reader.config.get("num_local_experts", 8) != 0
     shared_inner = 0
     if has_shared:  # of size 0 there is none
         minimum = 0 if has_experts else 1
-        shared_inner = reader.get_int("shared_intermediate_size", 1024, minimum=minimum)
+        shared_inner = reader.get_int("shared_intermediate_size", shared_size, minimum=minimum)
     inner = {} if has_experts else {"intermediate_size": shared_inner}
     values = read_decoder(
         reader.enter({"intermediate_size": 11008, **reader.config, **inner}), max_positions=2048
@@ -207,7 +209,7 @@ def read_hybrid(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
     )  # fmt: skip
     if kind != "rope":
         more["layers_without_positions"] = tuple(range(min(num_layers, MAX_MODULES)))
-    values = read_mixture(reader, layout, has_shared=True, **more)
+    values = read_mixture(reader, layout, has_shared=True, shared_size=1024, **more)
     if MAMBA not in types:
         return values
     mamba2 = read_mamba(reader, values["hidden_size"])

@@ -223,7 +223,7 @@ def test_granite_4_s_layers() -> None:
     model = read(granite.GRANITE_HYBRID, **GRANITE4 | dense)
     assert (model.experts, model.mamba2, model.layer_types) == (None, None, None)
     assert model.intermediate_size == 5, "of the shared expert, which is the MLP"
-    alone = read(granite.GRANITE_SHARED, **GRANITE4 | {"shared_intermediate_size": 0})
+    alone = read(granite.GRANITE_SHARED, **GRANITE4 | {"shared_intermediate_size": "ABSENT"})
     assert (alone.experts and alone.experts.shared_inner, alone.arithmetic.mlp) == (0, "experts")
     described = describe(granite.GRANITE_HYBRID, read(granite.GRANITE_HYBRID, **GRANITE4))
     assert (described["mamba2"]["key_size"], described["embedding_multiplier"]) == (3, 12.0)
@@ -330,6 +330,7 @@ def test_gemma_4_s_layers_differ() -> None:
     assert [model.get_source(layer) for layer in range(4)] == [None, None, 0, 1]
     assert (model.sliding_window, model.rotary_base, model.rope_local_base_freq) == (512, 1e6, 1e4)
     assert describe(gemma4.GEMMA4, model)["layer_sizes"]["reusing_inner"] == 12
+    assert read(gemma4.GEMMA4, **config, per_layer_config=None) == model
     alike = read(gemma4.GEMMA4, per_layer_config={}, head_dim=4)  # as transformers 5 writes it
     assert alike.layer_sizes is not None
     assert (alike.layer_sizes.full_head_size, alike.layer_sizes.full_num_kv_heads) == (4, 1)
