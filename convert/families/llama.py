@@ -119,7 +119,10 @@ def read_ministral3(reader: ConfigReader, _: Layout) -> dict[str, Any]:
     if rotary.config.get(BETA) not in (None, 0):
         values["query_scaling_beta"] = rotary.get_float(BETA)
         length = "original_max_position_embeddings"
-        values[length] = rotary.get_int(length, minimum=2)
+        # transformers gives YaRN without a length that of the model.
+        is_yarn = (values["rotary_scaling"] or {}).get("rope_type") == "yarn"
+        absent_length = values["max_position_embeddings"] if is_yarn else None
+        values[length] = rotary.get_int(length, absent_length, minimum=2)
     return values
 
 

@@ -187,6 +187,20 @@ def test_mixtral_s_experts(tmp_path: Path) -> None:
         read(mixtral, sliding_window=3, layer_types=[FULL] * 4)
 
 
+def test_ministral_3_s_queries_are_scaled() -> None:
+    """By the length that the scaling names; by YaRN's that names none, the model's."""
+    rotary = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
+    for values, length in ((rotary, 99), (rotary | {"original_max_position_embeddings": 7}, 7)):
+        model = read(llama.MINISTRAL_3, rope_parameters=values, max_position_embeddings=99)
+        assert model.query_scaling_beta == 0.3
+        assert model.original_max_position_embeddings == length
+    unscaled = rotary | {"rope_type": "default"}
+    del unscaled["factor"]
+    with pytest.raises(SpecDecError, match="original_max_position_embeddings is missing"):
+        read(llama.MINISTRAL_3, rope_parameters=unscaled)
+    assert read(llama.MINISTRAL_3, head_dim=4).original_max_position_embeddings == 16384
+
+
 # Granite 4.
 
 MULTIPLIED = {"attention_multiplier": 0.25, "embedding_multiplier": 12.0,
