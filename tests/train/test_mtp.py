@@ -17,14 +17,13 @@ from specdec.train.features import Features
 from specdec.train.methods.mtp import METHOD, Mtp
 from specdec.train.settings import TrainSettings
 from specdec.train.target import load_config, load_target
-from tests.conftest import make_llama
 from tests.engines import continue_greedily, make_tree_engine
 from tests.families import make_family_model, make_hybrid
 
 LENGTH, STEPS = 40, 4
+# Of a Llama test_train_methods.py trains one, through the commands.
 TARGETS: dict[str, Any] = {
     "hybrid": make_hybrid,
-    "llama": lambda parent: make_llama(parent, seed=3),
     "gemma2": lambda parent: make_family_model(parent, "gemma2", vocab=128),
     "granite": lambda parent: make_family_model(
         parent, "granite", vocab=128, logits_scaling=1.5, embedding_multiplier=2.0),
