@@ -17,16 +17,48 @@ from specdec.engine.decoder import Decoder
 from specdec.engine.group import Group
 from specdec.engine.layout import read_engine_config
 from specdec.engine.loading import load_weights
+from specdec.model.architectures import ARCHITECTURES, Architecture
 from tests.conftest import ROOT, make_llama
+from tests.covering import cover
 from tests.engines import call, make_engine
-from tests.parity.models import FIRST_NAMES, NAMES, VOCAB, make_model
+from tests.parity.models import NAMES, VARIANTS, VOCAB, make_model
 from tests.parity.test_families import CHAIN, TREE, assert_near, run_step, run_tree
 
 GOLDEN = ROOT / "tests/golden/modelopt/trtllm"
 CPU = torch.device("cpu")
 CHUNKS = (70, 5, 1, 1)  # beyond a window; then single tokens
-# Of every architecture by rows; by columns where the head is not the embedding itself.
-SPLIT_EMBEDDINGS = [(name, 0) for name in FIRST_NAMES]
+# What tells which weights there are, and how many of each.
+PARTS = (
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "num_key_value_heads", "conv_bias",
+    "attention_out_bias", "use_qkv_bias", "use_parallel_residual", "mamba_n_groups",
+    "mamba_proj_bias", "attention_k_eq_v", "enable_moe_block", "num_kv_shared_layers",
+    "use_expert_bias", "num_local_experts", "num_dense_layers", "do_layer_norm_before",
+)  # fmt: skip
+
+
+def describe_weights(name: str) -> tuple[object, ...]:
+    """The architecture, and what weights a variant has: rotary tables and windows are no part."""
+    architecture, _, variant = name.partition("-")
+    settings = VARIANTS[architecture][variant]
+    return architecture, *((key, repr(settings.get(key))) for key in PARTS)
+
+
+def describe_embedding(name: str) -> tuple[object, ...]:
+    """How tokens and positions are embedded, and what reads that."""
+    architecture, _, variant = name.partition("-")
+    settings = VARIANTS[architecture][variant]
+    own = ARCHITECTURES.get(architecture, Architecture())
+    return (
+        own.positions, own.scales_embedding, own.norm, settings.get("tie_word_embeddings"),
+        "embedding_multiplier" in settings, "vocab_size_per_layer_input" in settings,
+        "word_embed_proj_dim" in settings, "mamba" in (settings.get("layer_types") or ()),
+    )  # fmt: skip
+
+
+# Of every architecture one, and each value of PARTS.
+SPLIT = cover(NAMES, strength=1, key=describe_weights)
+# By rows, every value; by columns where the head is not the embedding itself.
+SPLIT_EMBEDDINGS = [(name, 0) for name in cover(NAMES, strength=1, key=describe_embedding)]
 SPLIT_EMBEDDINGS += [
     ("LlamaForCausalLM-plain", 1), ("LlamaForCausalLM-tied_head_dim", 1),
     ("PhiForCausalLM-gelu_new", 1), ("GPT2LMHeadModel-gelu_untied", 1),
@@ -127,7 +159,7 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
     return torch.cat([*logits, *run_tree(decoder, cache, shape)])
 
 
-@pytest.mark.parametrize(("name", "optimize"), zip(NAMES, itertools.cycle(["auto", "none"])))
+@pytest.mark.parametrize(("name", "optimize"), zip(SPLIT, itertools.cycle(["auto", "none"])))
 def test_four_ranks_compute_the_whole_model(
     name: str, optimize: str, make_decoders: MakeDecoders
 ) -> None:
