@@ -20,8 +20,6 @@ from tests.convert.checkpoints import join_checkpoint
 from tests.convert.conftest import Converter
 from tests.families import make_family_model
 
-peft = pytest.importorskip("peft")
-
 RANK = "rank0.safetensors"
 
 LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4, "lora_alpha": 12}
@@ -46,7 +44,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def train(base: Path, folder: Path, options: dict[str, Any], dtype: str = "float32") -> Any:
-    """Save an adapter whose every tensor differs from its start; return the model with it."""
+    """Save an adapter whose every tensor differs from its start; return the model with it.
+
+    PEFT is imported here: it takes 2 s of a processor, which other files' processes do without.
+    """
+    peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     torch.manual_seed(7)

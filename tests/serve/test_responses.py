@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
-from openai.types import responses as types
-from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from specdec.decode.loop import Batch
@@ -25,12 +23,27 @@ from tests.serve.test_tools import ADD, CHAT, check_call
 
 SAY = {"type": "function", "name": "say", "parameters": {}}
 TOOL = {"type": "function", **ADD["function"], "strict": True}
-EVENTS: TypeAdapter[Any] = TypeAdapter(types.ResponseStreamEvent)
 # What a reasoning model writes, as a grammar of its whole answer.
 THOUGHT = r"start: /<think>hm<\/think>\n\nso/"
 CALLED = (
     r'start: /so <tool_call>\{"name": "add", "arguments": \{"a": 1, "b": true\}\}<\/tool_call>/'
 )
+
+
+# OpenAI's client takes 3 s of a processor to import: processes that collect this file do without.
+
+
+@functools.cache
+def get_event_types() -> TypeAdapter[Any]:
+    from openai.types import responses
+
+    return TypeAdapter(responses.ResponseStreamEvent)
+
+
+def check_response(document: object, *, strict: bool = False) -> None:
+    from openai.types.responses import Response
+
+    Response.model_validate(document, strict=strict)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +60,8 @@ def thinking_url(folder: Path, calling_tokenizer_dir: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Any:
+    from openai import OpenAI
+
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -56,7 +71,7 @@ def test_a_text_is_that_of_a_chat(url: str, client: Any) -> None:
         model=MODEL, input="hi", instructions="be", max_output_tokens=9, store=True,
         metadata={"a": "b"}, include=["reasoning.encrypted_content"], **settings,
     )  # fmt: skip
-    Response.model_validate(given.model_dump(), strict=True)
+    check_response(given.model_dump(), strict=True)
     messages = [{"role": "system", "content": "be"}, *CHAT]
     chat = post(
         url, "/v1/chat/completions", messages=messages, max_tokens=9, seed=3, temperature=0.7
@@ -81,7 +96,7 @@ def read_stream(url: str, **body: Any) -> list[dict[str, Any]]:
     for block in answer.text.removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        EVENTS.validate_python(event)
+        get_event_types().validate_python(event)
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == len(events)
         events.append(event)
@@ -123,7 +138,7 @@ def test_a_stream_tells_of_the_items_in_order(
     whole = post(url, "/v1/responses", **body)
     final = events[-1]["response"]
     for one in (whole, final):
-        Response.model_validate(one)
+        check_response(one)
         for item in one["output"]:
             item.pop("id")
             item.pop("call_id", None)
@@ -317,6 +332,8 @@ def test_tools_of_the_clients_host(url: str) -> None:
 
 
 def test_embeddings_are_refused(client: Any) -> None:
+    from openai import BadRequestError
+
     with pytest.raises(BadRequestError, match="makes no embeddings"):
         client.embeddings.create(model=MODEL, input="x")
 
