@@ -441,9 +441,9 @@ inline void unpack_steps(const IntegerMatrix<4> &w, const char *tile, int64_t be
 
 // y[M][N] = x[M][depth] W^T + bias by AMX. Rows go by blocks of equal size,
 // which is one that add_groups is compiled for; the last is filled up with zeros.
-template <int kBits, typename X, typename B, typename O>
-void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
-                       O *y) {
+template <int kBits>
+void multiply_by_bytes(const Numbers &x, int64_t M, const IntegerMatrix<kBits> &w, int64_t N,
+                       const Outputs &y) {
   typedef IntegerMatrix<kBits> Matrix;
   struct Line {
     alignas(kLine) char bytes[kLine];
@@ -471,7 +471,7 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         int8_t bytes[kMaxGroup] = {};
         const float factor = kBits == 4 && !w.has_zeros ? 0.0625f : 1.0f;
         int32_t sum = 0;
-        const float scale = m < M ? w.round(x + m * w.depth, g, bytes, sum) * factor : 0.0f;
+        const float scale = m < M ? w.round(x, m, g, bytes, sum) * factor : 0.0f;
         uint32_t *group_heads = heads + (block * w.groups + g) * head;
         group_heads[r] = as_bits(scale);
         group_heads[rows + r] = static_cast<uint32_t>(Matrix::begin_sum(sum));
@@ -511,7 +511,7 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
         }
         const int64_t output = t * kTile;
         const auto write_results = [&] {
-          put_sums(sums, M, kTile, bias, output, std::min(kTile, N - output), N, y);
+          y.put(y, sums, M, kTile, output, std::min(kTile, N - output));
         };
         if (!claim.write(write_results)) return;
       }
@@ -520,13 +520,27 @@ void multiply_by_bytes(const X *x, int64_t M, const IntegerMatrix<kBits> &w, con
 }
 #endif
 
-template <int kBits, typename X, typename B, typename O>
-void multiply_integers(const X *x, int64_t M, const IntegerMatrix<kBits> &w, const B *bias, int64_t N,
-                       O *y) {
+template <int kBits>
+void multiply_integers(const Numbers &x, int64_t M, const IntegerMatrix<kBits> &w, int64_t N,
+                       const Outputs &y) {
 #if SPECDEC_AMX_INTEGERS
-  if (M >= kAmxLeastRows && can_use_amx()) return multiply_by_bytes(x, M, w, bias, N, y);
+  if (M >= kAmxLeastRows && can_use_amx()) return multiply_by_bytes(x, M, w, N, y);
 #endif
-  multiply_matrix(x, M, w, bias, N, y, N);
+  multiply_matrix(x, M, w, N, y);
+}
+
+// Multiplies by a packed matrix of numbers, or of Integers or BlockRows.
+template <typename W>
+__attribute__((noinline)) void multiply_packed(const Numbers &x, int64_t M, int64_t depth, const W *packed,
+                                               int64_t N, const Outputs &y) {
+  if constexpr (!std::is_same<W, Integers>::value)
+    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), N, y);
+  else if (packed->bits == 0)
+    multiply_runs(x, M, reinterpret_cast<const BlockRows *>(packed), y);
+  else if (packed->bits == 4)
+    multiply_integers(x, M, IntegerMatrix<4>(packed), N, y);
+  else
+    multiply_integers(x, M, IntegerMatrix<8>(packed), N, y);
 }
 
 // Multiplies by a packed matrix, of numbers of type W, or of Integers or BlockRows.
@@ -538,14 +552,7 @@ void multiply(const X *x, int64_t M, int64_t depth, const W *packed, const B *bi
     if ((M > 1 || N * depth < kCachedNumbers) && can_use_amx())
       return multiply_amx(x, M, depth, packed, bias, N, y);
 #endif
-  if constexpr (!std::is_same<W, Integers>::value)
-    multiply_matrix(x, M, FloatMatrix<W>(packed, depth), bias, N, y, N);
-  else if (packed->bits == 0)
-    multiply_runs(x, M, reinterpret_cast<const BlockRows *>(packed), bias, N, y);
-  else if (packed->bits == 4)
-    multiply_integers(x, M, IntegerMatrix<4>(packed), bias, N, y);
-  else
-    multiply_integers(x, M, IntegerMatrix<8>(packed), bias, N, y);
+  multiply_packed(Numbers(x), M, depth, packed, N, Outputs::make(bias, y, N));
 }
 
 }  // namespace

@@ -127,18 +127,14 @@ struct BlockMatrix {
 
   // Of every group of every row its scale, what its sum begins with, what a minimum is multiplied by,
   // and its inputs: each [rows]. A last unit's groups beyond the depth are zeros.
-  template <typename X>
-  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+  void pack(const Numbers &x, int64_t first_row, int64_t rows, int64_t begin, int64_t end,
+            uint32_t *to) const {
     const float sign = kIsSuper ? -1.0f : 1.0f;
     for (int64_t g = begin / kUnitSteps * kGroups; g < end / kUnitSteps * kGroups; ++g)
       for (int64_t m = 0; m < rows; ++m) {
         uint32_t *words = to + g * kGroupRow * rows + m;
         float numbers[kGroup] = {};
-        if (g * kGroup < depth)
-          for (int64_t i = 0; i < kGroup; i += kVector) {
-            const Floats wide = widen(x + m * depth + g * kGroup + i);
-            std::memcpy(numbers + i, &wide, sizeof wide);
-          }
+        if (g * kGroup < depth) widen_numbers(x, (first_row + m) * depth + g * kGroup, kGroup, numbers);
         int8_t bytes[kGroup];
         int32_t sum = 0;
         const float scale = round_group<kGroup>(numbers, bytes, sum);
@@ -160,12 +156,14 @@ struct BlockMatrix {
     if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
     constexpr bool kFits = 2 * kWords * M + 4 <= kRegisters && (kIsUsual || M <= 2);
     constexpr int64_t kAtOnce = kFits || (kIsUsual && kLanes > 1) ? kWords : 1;
+    // GCC makes a copy of the function for each number that it knows, and so for one block and several.
+    const int64_t stride = can_be_several<BlockMatrix>(M) ? hide(fetch.stride) : fetch.stride;
     // One turn ahead: with super-blocks that is less than what is fetched ahead elsewhere.
     if (kIsFar && kIsSuper && kAtOnce < kWords) fetch.from += turn * kStepBytes - kPrefetchBytes;
     for (int64_t stop = 0; begin < end; fetch.from += (stop - begin) * fetch.stride, begin = stop) {
       stop = kAtOnce == kWords ? end : std::min(begin + turn, end);
       for (int64_t k = 0; k < kWords; k += kAtOnce)
-        add_units<M, kAtOnce>(x, begin, stop, tile, {fetch.from, fetch.stride}, k, out);
+        add_units<M, kAtOnce>(x, begin, stop, tile, {fetch.from, stride}, kAtOnce < kWords ? hide(k) : k, out);
     }
   }
 
@@ -452,15 +450,13 @@ inline int64_t unpack_block_rows(const BlockRows *packed, const int64_t *rows, i
 }
 
 // y[M][N] = x[M][depth] W^T + bias.
-template <typename X, typename B, typename O>
-void multiply_runs(const X *x, int64_t M, const BlockRows *run, const B *bias, int64_t N, O *y) {
-  for (int64_t output = 0;;) {
-    const B *own_bias = bias == nullptr ? nullptr : bias + output;
+inline void multiply_runs(const Numbers &x, int64_t M, const BlockRows *run, Outputs y) {
+  for (;;) {
     with_blocks(run->type, run->depth, reinterpret_cast<const char *>(run + 1), [&](const auto &w) {
-      multiply_matrix(x, M, w, own_bias, run->rows, y + output, N);
+      multiply_matrix(x, M, w, run->rows, y);
     });
     if (run->next == 0) return;
-    output += run->rows;
+    y.first += run->rows;
     run = find_next(run);
   }
 }

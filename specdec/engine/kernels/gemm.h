@@ -140,6 +140,12 @@ inline V pin(V vector) {
   return vector;
 }
 
+// Keeps a number from being known to a compiler, which would make a copy of a function for it.
+inline int64_t hide(int64_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
 // x in every lane. Where an instruction could read and spread it again for each product, compilers
 // are kept from that: two products a cycle would then need two loads and wait for them.
 template <typename V, typename X>
@@ -228,6 +234,41 @@ inline void add_products(Floats (&sums)[kWords][M], const bf16 *step, const uint
   }
 }
 
+// Rows of numbers of one of three types. Products are compiled once for all of them, as their types matter
+// only where rows are packed and outputs are put.
+class Numbers {
+ public:
+  explicit Numbers(const float *numbers) : numbers_(numbers), type_(Type::kFloat) {}
+  explicit Numbers(const bf16 *numbers) : numbers_(numbers), type_(Type::kBf16) {}
+  explicit Numbers(const half *numbers) : numbers_(numbers), type_(Type::kHalf) {}
+
+  // Calls use(pointer to the numbers).
+  template <typename Use>
+  auto visit(const Use &use) const {
+    if (type_ == Type::kBf16) return use(static_cast<const bf16 *>(numbers_));
+    if (type_ == Type::kHalf) return use(static_cast<const half *>(numbers_));
+    return use(static_cast<const float *>(numbers_));
+  }
+
+ private:
+  enum class Type { kFloat, kBf16, kHalf };
+  const void *numbers_;
+  Type type_;
+};
+
+// Puts `count` numbers from place `first` on as floats.
+__attribute__((noinline)) inline void widen_numbers(const Numbers &x, int64_t first, int64_t count,
+                                                    float *to) {
+  x.visit([=](const auto *from) {
+    int64_t i = 0;
+    for (; i + kVector <= count; i += kVector) {
+      const Floats wide = widen(from + first + i);
+      std::memcpy(to + i, &wide, sizeof wide);
+    }
+    for (; i < count; ++i) to[i] = to_float(from[first + i]);
+  });
+}
+
 // Where a matrix is fetched ahead of its use: two lines from `from` on, at each step `stride` bytes
 // further; to the second cache alone if it is far. A line that is fetched twice costs next to nothing.
 template <bool kIsFar>
@@ -268,10 +309,14 @@ struct FloatMatrix {
         tile_bytes(steps * kStepBytes),
         row(steps * Packing<E>::kInputs) {}
 
-  // Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of X
-  // [rows, depth], zeros beyond the depth.
+  // Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of rows of X
+  // [, depth], zeros beyond the depth.
+  void pack(const Numbers &x, int64_t first_row, int64_t rows, int64_t begin, int64_t end, Input *to) const {
+    x.visit([&](const auto *from) { pack_rows(from + first_row * depth, rows, begin, end, to); });
+  }
+
   template <typename X>
-  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, float *to) const {
+  void pack_rows(const X *x, int64_t rows, int64_t begin, int64_t end, float *to) const {
     constexpr int64_t kInputs = Packing<E>::kInputs;
     const int64_t first_input = begin * kInputs, last_input = end * kInputs;
     const int64_t num_inputs = std::min(last_input, depth);
@@ -284,7 +329,7 @@ struct FloatMatrix {
   }
 
   template <typename X>
-  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+  void pack_rows(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
     const auto round = [](X input) -> uint32_t {
       if constexpr (std::is_same<X, bf16>::value) return input.bits;
       bf16 rounded;
@@ -372,20 +417,27 @@ struct FloatMatrix {
 };
 
 template <typename Matrix>
+constexpr bool can_be_several(int rows) {
+  return rows >= (Matrix::kMostRows + 1) / 2;
+}
+
+template <typename Matrix>
 constexpr int count_wide(int rows) {
   constexpr int max_tiles = Matrix::kMostTiles;
   return rows == 1 ? max_tiles : 2 * rows < Matrix::kMostRows ? (max_tiles + 1) / 2 : 1;
 }
 
-template <typename Matrix, bool kIsFar>
+// Adds products of a block of `rows` rows with a tile, or with as many as are multiplied at once. kIsAlone:
+// the step has no other block, else all its blocks have half of the most rows or more.
+template <bool kIsAlone, typename Matrix, bool kIsFar>
 void add_tiles(const Matrix &w, int64_t rows, bool is_wide, const typename Matrix::Input *x,
                int64_t begin, int64_t end, const char *tile, Fetch<kIsFar> fetch, float *out) {
   switch (rows) {
 #define SPECDEC_ROWS(M)                                                     \
   case M:                                                                   \
-    if constexpr (M <= Matrix::kMostRows) {                                 \
-      constexpr int kWide = count_wide<Matrix>(M);                          \
-      if (is_wide)                                                          \
+    if constexpr (M <= Matrix::kMostRows && (kIsAlone || can_be_several<Matrix>(M))) { \
+      constexpr int kWide = kIsAlone ? count_wide<Matrix>(M) : 1;           \
+      if (kWide > 1 && is_wide)                                             \
         w.template add<M, kWide>(x, begin, end, tile, fetch, out);          \
       else                                                                  \
         w.template add<M, 1>(x, begin, end, tile, fetch, out);              \
@@ -430,10 +482,29 @@ inline void put_sums(const float *sums, int64_t rows, int64_t width, const B *bi
   }
 }
 
+// Outputs y [rows, stride], which the products of a matrix and its bias go to, from output `first` on.
+struct Outputs {
+  void (*put)(const Outputs &to, const float *sums, int64_t rows, int64_t width, int64_t output,
+              int64_t num_outputs);  // as `put_sums` does
+  const void *bias;
+  void *y;
+  int64_t stride, first = 0;
+
+  template <typename B, typename O>
+  static Outputs make(const B *bias, O *y, int64_t stride) {
+    const auto put = [](const Outputs &to, const float *sums, int64_t rows, int64_t width, int64_t output,
+                        int64_t num_outputs) {
+      put_sums(sums, rows, width, static_cast<const B *>(to.bias), to.first + output, num_outputs, to.stride,
+               static_cast<O *>(to.y));
+    };
+    return {put, bias, y, stride};
+  }
+};
+
 // y = x W^T + bias for the tiles from `begin` to `end` and rows of one block, which read each tile once.
-template <typename Matrix, typename B, typename O>
-void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const B *bias,
-                    const ChunkClaim &claim, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
+template <typename Matrix>
+void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input *x, const ChunkClaim &claim,
+                    int64_t begin, int64_t end, int64_t N, const Outputs &y) {
   const int64_t num_wide = count_wide<Matrix>(static_cast<int>(rows));
   const int64_t ahead = w.header + (rows <= Matrix::kNearRows ? kNearBytes : kPrefetchBytes);
   float sums[kWideTiles * kMaxRows * kTile];
@@ -441,9 +512,9 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
     const int64_t count = t + num_wide <= end ? num_wide : 1, width = count * kTile, output = t * kTile;
     const char *tile = w.tiles + t * w.tile_bytes;
     const Fetch<kFetchesFar> fetch{tile + ahead, kStepBytes};
-    add_tiles(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
+    add_tiles<true>(w, rows, count > 1, x, 0, w.steps, tile, fetch, sums);
     const auto write_results = [&] {
-      put_sums(sums, rows, width, bias, output, std::min(width, N - output), stride, y);
+      y.put(y, sums, rows, width, output, std::min(width, N - output));
     };
     if (!claim.write(write_results)) return;
     t += count;
@@ -453,9 +524,9 @@ void multiply_block(const Matrix &w, int64_t rows, const typename Matrix::Input 
 // Multiplies the tiles from `begin` to `end` by several blocks of rows. They take turns at every kTurn
 // steps of a tile, and each fetches its part of what the next turn reads: so memory is read all the
 // time.
-template <typename Matrix, typename B, typename O>
-void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const B *bias,
-                     const ChunkClaim &claim, int64_t begin, int64_t end, int64_t N, int64_t stride, O *y) {
+template <typename Matrix>
+void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Input *x, const ChunkClaim &claim,
+                     int64_t begin, int64_t end, int64_t N, const Outputs &y) {
   static thread_local std::vector<float> sums;
   sums.resize(blocks.rows * kTile);
   for (int64_t t = begin; t < end; ++t) {
@@ -467,13 +538,12 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
       for (int64_t b = 0; b < blocks.count; ++b) {
         const Fetch<false> fetch{next_steps + w.turn * kStepBytes * b / blocks.count,
                                  kStepBytes / blocks.count};
-        add_tiles(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
+        add_tiles<false>(w, blocks.size(b), false, x + blocks.begin(b) * w.row, step, stop, tile, fetch,
                   sums.data() + blocks.begin(b) * kTile);
       }
     }
     const auto write_results = [&] {
-      put_sums(sums.data(), blocks.rows, kTile, bias, output, std::min(kTile, N - output), stride,
-               y);
+      y.put(y, sums.data(), blocks.rows, kTile, output, std::min(kTile, N - output));
     };
     if (!claim.write(write_results)) return;
   }
@@ -482,10 +552,9 @@ void multiply_blocks(const Matrix &w, Blocks blocks, const typename Matrix::Inpu
 // So many inputs are packed before other threads could begin.
 constexpr int64_t kPackedAlone = 1 << 13;
 
-// y[M][N] = x[M][depth] W^T + bias, in rows that lie `stride` numbers apart.
-template <typename Matrix, typename X, typename B, typename O>
-void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int64_t N, O *y,
-                     int64_t stride) {
+// y[M][N] = x[M][depth] W^T + bias.
+template <typename Matrix>
+void multiply_matrix(const Numbers &x, int64_t M, const Matrix &w, int64_t N, const Outputs &y) {
   typedef typename Matrix::Input Input;
   const int64_t tiles = (N + kTile - 1) / kTile, depth = w.depth, steps = w.steps, row = w.row;
   const Blocks blocks{M, (M + Matrix::kMostRows - 1) / Matrix::kMostRows};
@@ -496,14 +565,14 @@ void multiply_matrix(const X *x, int64_t M, const Matrix &w, const B *bias, int6
     for_each((steps + w.turn - 1) / w.turn, is_long && M * depth > kPackedAlone, [&](int64_t turn) {
       const int64_t step = turn * w.turn;
       for (int64_t b = 0; b < blocks.count; ++b)
-        w.pack(x + blocks.begin(b) * depth, blocks.size(b), step, std::min(step + w.turn, steps),
+        w.pack(x, blocks.begin(b), blocks.size(b), step, std::min(step + w.turn, steps),
                inputs + blocks.begin(b) * row);
     });
     share_repeatable(tiles, kWideTiles, is_long, [=](const ChunkClaim &claim, int64_t begin, int64_t end) {
       if (blocks.count > 1)
-        multiply_blocks(w, blocks, inputs, bias, claim, begin, end, N, stride, y);
+        multiply_blocks(w, blocks, inputs, claim, begin, end, N, y);
       else
-        multiply_block(w, M, inputs, bias, claim, begin, end, N, stride, y);
+        multiply_block(w, M, inputs, claim, begin, end, N, y);
     });
   });
 }

@@ -218,20 +218,20 @@ struct IntegerMatrix {
   }
 
   // Group g of a row's inputs as kMaxGroup bytes, zeros beyond it, and their sum; returns their scale.
-  template <typename X>
-  float round(const X *row, int64_t g, int8_t *bytes, int32_t &sum) const {
+  float round(const Numbers &x, int64_t row, int64_t g, int8_t *bytes, int32_t &sum) const {
     const int64_t group = group_steps * kElements, first = g * group;
     const int64_t count = std::min(group, depth - first);
     float numbers[kMaxGroup] = {};
     if (order == nullptr && input_scales == nullptr) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(row[first + i]);
+      widen_numbers(x, row * depth + first, count, numbers);
     } else {
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t which = order == nullptr ? first + i : order[first + i];
-        const float scale = input_scales == nullptr ? 1.0f : input_scales[which];
-        numbers[i] = to_float(row[which]) * scale;
-      }
+      x.visit([&](const auto *from) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t which = order == nullptr ? first + i : order[first + i];
+          const float scale = input_scales == nullptr ? 1.0f : input_scales[which];
+          numbers[i] = to_float(from[row * depth + which]) * scale;
+        }
+      });
     }
     return round_group<kMaxGroup>(numbers, bytes, sum);
   }
@@ -241,14 +241,14 @@ struct IntegerMatrix {
 
   // Of every group of every row its scale, what its sum begins with, the sum of its inputs, and
   // these: each [rows].
-  template <typename X>
-  void pack(const X *x, int64_t rows, int64_t begin, int64_t end, uint32_t *to) const {
+  void pack(const Numbers &x, int64_t first_row, int64_t rows, int64_t begin, int64_t end,
+            uint32_t *to) const {
     for (int64_t g = begin / group_steps; g * group_steps < end; ++g) {
       uint32_t *start = to + g * group_row * rows;
       for (int64_t m = 0; m < rows; ++m) {
         int8_t bytes[kMaxGroup];
         int32_t sum = 0;
-        start[m] = as_bits(round(x + m * depth, g, bytes, sum));
+        start[m] = as_bits(round(x, first_row + m, g, bytes, sum));
         start[rows + m] = static_cast<uint32_t>(begin_sum(sum));
         start[2 * rows + m] = static_cast<uint32_t>(-sum);
         uint32_t *words = start + kHead * rows + m;
