@@ -57,8 +57,7 @@ def test_all_ways_write_the_references(
     monkeypatch.setattr(models, "call_stage", lambda stage, words: call(stage, *words))
     external = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", "8"]
     for name, folder, flags in (("draft-target", target, external), ("draft", draft, [])):
-        words = [*flags, "--optimize", "none"]
-        models.build_engine(folder, paths.folder / "engines" / name, build=words)
+        models.build_engine(folder, paths.folder / "engines" / name, build=flags)
     words = ["--size", "pycode", "--folder", str(tmp_path), "--output-dir", str(tmp_path / "out"),
              "--prompts", str(tmp_path / "edits.jsonl")]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["edits.py", *words])

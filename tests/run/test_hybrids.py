@@ -165,8 +165,11 @@ def test_a_cancelled_request_leaves_nothing_behind(folder: Path) -> None:
     assert [list(r.output_ids) for r in active] == expected * 2
 
 
-@of_all_kinds
-@pytest.mark.parametrize("size", [1, 2])
+# Ranks keep their parts of a state by the same code, of whichever kind it is.
+@pytest.mark.parametrize(
+    ("folder", "size"), [("linear", 1), ("linear", 2), *((kind, 1) for kind in MAKERS)],
+    indirect=["folder"],
+)  # fmt: skip
 def test_shared_prefixes_are_gone_on_behind_where_a_state_is_kept(folder: Path, size: int) -> None:
     """At the end of a text, before the last token of a prompt, and where prompts have parted."""
     engine, generator = load(folder, size), torch.Generator().manual_seed(2)
@@ -211,8 +214,12 @@ def test_places_are_bounded(folder: Path) -> None:
     assert cache.find_prefix(0, 20) == 0, "its state is kept no longer"
 
 
-@of_all_kinds
-@pytest.mark.parametrize(("size", "use_logits"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("folder", "size", "use_logits"),
+    [("linear", 1, False), ("linear", 1, True), ("linear", 2, False),
+     *((kind, 1, True) for kind in MAKERS)],
+    indirect=["folder"],
+)  # fmt: skip
 def test_a_hybrid_drafts_for_a_hybrid(folder: Path, size: int, use_logits: bool) -> None:
     engine = TorchEngine(folder / f"target-tp{size}", device="cpu")
     draft = TorchEngine(folder / f"draft-tp{size}", device="cpu")

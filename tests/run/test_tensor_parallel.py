@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft": ("--model-dir", parent / "draft"),
     }  # fmt: skip
     for name, sources in flags.items():
-        for size in (1, 2, 4):
+        for size in (1, 2, 4) if name in ("target", "redrafter", "eagle3") else (1, 2):
             checkpoint = parent / f"{name}-ckpt{size}"
             call("convert", *sources, "--output-dir", checkpoint, "--tp-size", size)
             built = parent / f"{name}-tp{size}"
@@ -163,8 +163,7 @@ def test_several_ranks_give_the_text_of_one(folder: Path, method: str, size: int
 @pytest.mark.parametrize(
     ("size", "draft_size", "use_logits", "tree_tokens"),
     # Four ranks, which the tests before have started, then the two that those behind use.
-    [(4, 1, True, None), (4, 4, False, None), (2, 2, False, None), (2, 1, True, None),
-     (2, 2, False, 4)],
+    [(4, 1, True, None), (2, 2, False, None), (2, 2, False, 4)],
 )  # fmt: skip
 def test_several_ranks_with_a_draft_model(
     folder: Path, size: int, draft_size: int, use_logits: bool, tree_tokens: int | None
