@@ -53,10 +53,15 @@ os.environ.setdefault("SPECDEC_CACHE_DIR", str(ROOT / ".build" / "cache"))
 # what needs kernels comes after those that compile them.
 LONG_FILES = (
     "engine/test_native_kernels.py", "run/test_tensor_parallel.py", "train/test_train_command.py",
-    "convert/test_convert_families.py", "trtllm/test_whole_path.py", "parity/test_families.py",
-    "serve/test_operation.py", "e2e/test_readme.py", "e2e/test_recipes.py",
-    "run/test_drafter_weights.py", "train/test_train_methods.py", "audit/test_audit.py",
-    "run/test_requests.py", "run/test_eagle.py", "run/test_exactness.py", "decode/test_api.py",
+    "train/test_train_methods.py", "convert/test_convert_families.py", "parity/test_families.py",
+    "run/test_hybrids.py", "run/test_graphs.py", "parity/test_pairs.py", "e2e/test_recipes.py",
+    "trtllm/test_whole_path.py", "serve/test_operation.py", "e2e/test_readme.py",
+    "run/test_drafter_weights.py", "run/test_exactness.py", "engine/test_native_step.py",
+    "train/test_hidden_states.py", "decode/test_api.py", "audit/test_audit.py",
+    "engine/test_kernel_bits.py", "parity/test_parallel_layers.py", "audit/test_agent.py",
+    "train/test_processes.py", "trt/test_engine_bytes.py", "trt/test_ranks.py",
+    "train/test_mtp.py", "run/test_eagle.py", "run/test_requests.py", "parity/test_new_family.py",
+    "bench/test_edits.py",
 )  # fmt: skip
 
 # How the three kinds of published ReDrafter files name (input projection, head).
