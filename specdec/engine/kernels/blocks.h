@@ -134,7 +134,14 @@ struct BlockMatrix {
       for (int64_t m = 0; m < rows; ++m) {
         uint32_t *words = to + g * kGroupRow * rows + m;
         float numbers[kGroup] = {};
-        if (g * kGroup < depth) widen_numbers(x, (first_row + m) * depth + g * kGroup, kGroup, numbers);
+        if (g * kGroup < depth)
+          x.visit([&](const auto *from) {
+            from += (first_row + m) * depth + g * kGroup;
+            for (int64_t i = 0; i < kGroup; i += kVector) {
+              const Floats wide = widen(from + i);
+              std::memcpy(numbers + i, &wide, sizeof wide);
+            }
+          });
         int8_t bytes[kGroup];
         int32_t sum = 0;
         const float scale = round_group<kGroup>(numbers, bytes, sum);

@@ -310,7 +310,7 @@ struct FloatMatrix {
         row(steps * Packing<E>::kInputs) {}
 
   // Inputs of the steps from `begin` to `end` over the depth: [kInputs][rows] each of rows of X
-  // [, depth], zeros beyond the depth.
+  // [., depth], zeros beyond the depth.
   void pack(const Numbers &x, int64_t first_row, int64_t rows, int64_t begin, int64_t end, Input *to) const {
     x.visit([&](const auto *from) { pack_rows(from + first_row * depth, rows, begin, end, to); });
   }
