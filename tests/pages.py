@@ -60,7 +60,8 @@ def check_page(page: Path) -> list[str]:
     }  # fmt: skip
     prelude, faults = "set -e; ", []
     with tempfile.TemporaryDirectory(prefix="specdec-pages-") as folder:
-        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        for name in ("benchmarks", "examples"):
+            (Path(folder) / name).symlink_to(ROOT / name)
         for shown in read_blocks(page.read_text(encoding="utf-8")):
             print(f"$ {shown.command}", flush=True)
             done = subprocess.run(
