@@ -28,6 +28,7 @@ from specdec.options import get_flags
 from specdec.system import logs
 from specdec.system.cache import find_cache
 from specdec.text.pretrained import load_tokenizer
+from specdec.text.pretrained_tokenizer import keep_tokenizers
 
 from .plans import (
     EnginePlan,
@@ -45,7 +46,7 @@ logger = logs.get_logger(__name__)
 
 def generate(settings: GenerateSettings) -> None:
     """Make the engines, or take those that are kept, and run the prompts through them."""
-    with hold_engines(settings) as run:
+    with keep_tokenizers(), hold_engines(settings) as run:
         call_stage("run", run)
 
 

@@ -8,13 +8,15 @@ tokenizer.json, AutoTokenizer chooses a class and makes the tokenizer of the oth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -139,25 +141,36 @@ def find_files(name: str, **options: Any) -> TokenizerFiles:
     )  # fmt: skip
 
 
-def open_tokenizer(name: str, **options: Any) -> Any:
-    """Load the tokenizer of a folder or Hub id; `options` are for transformers.
+@contextlib.contextmanager
+def keep_tokenizers() -> Iterator[None]:
+    """Load a folder's tokenizer once meanwhile, where stages load one after another.
 
-    What one command's stages load one after another is read once. Each gets a tokenizer whose
-    template and special tokens it may change; the backend, which it may not, is one for all.
+    Each gets a tokenizer whose template and special tokens it may change; the backend, which it may
+    not, is one for all.
     """
-    states = _list_states(Path(name))
-    kept = _newest.get("loaded")  # all at once, since another thread may load another one
-    if kept is not None and kept[0] == (name, options, states):
-        return _copy_tokenizer(kept[1])
-    tokenizer = _load_tokenizer(name, **options)
-    if not states or not hasattr(tokenizer, "backend_tokenizer"):
-        return tokenizer
-    _newest["loaded"] = (name, options, states), tokenizer
+    token = _kept_tokenizers.set({})
+    try:
+        yield
+    finally:
+        _kept_tokenizers.reset(token)
+
+
+# Of `keep_tokenizers`: tokenizers by folder, with the options and files that they were loaded with.
+_kept_tokenizers: ContextVar[dict[str, tuple[Any, Any]] | None] = ContextVar("kept", default=None)
+
+
+def open_tokenizer(name: str, **options: Any) -> Any:
+    """Load the tokenizer of a folder or Hub id; `options` are for transformers."""
+    kept_tokenizers = _kept_tokenizers.get()
+    if kept_tokenizers is None or not (states := _list_states(Path(name))):
+        return _load_tokenizer(name, **options)
+    kept_key, tokenizer = kept_tokenizers.get(name, (None, None))
+    if kept_key != (key := (options, states)):
+        tokenizer = _load_tokenizer(name, **options)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            return tokenizer
+        kept_tokenizers[name] = key, tokenizer
     return _copy_tokenizer(tokenizer)
-
-
-# The tokenizer that was loaded last, with its folder's name, options and files as they were.
-_newest: dict[str, tuple[tuple[str, Mapping[str, Any], list[Any]], Any]] = {}
 
 
 def _list_states(folder: Path) -> list[tuple[Any, ...]]:

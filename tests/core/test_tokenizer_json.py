@@ -19,6 +19,7 @@ from specdec.files.text_reading import TEXTS
 from specdec.files.vocabulary import has_recorded_file, list_differences, read_vocabulary
 from specdec.text import pretrained_tokenizer
 from specdec.text.pretrained import load_tokenizer, warn_of_other_ids
+from specdec.text.pretrained_tokenizer import keep_tokenizers
 from tests.conftest import ROOT
 from tests.covering import cover
 
@@ -252,20 +253,23 @@ def test_a_folder_that_stays_as_it_is_is_read_once(
         for path in folder.iterdir():
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - seconds))
 
-    load_tokenizer(folder)
-    load_tokenizer(folder)
-    assert len(loads) == 2  # what was just written may be written again in one tick of the clock
-    age(60)
-    first, second = load_tokenizer(folder), load_tokenizer(folder)
-    assert len(loads) == 3
-    second.eos_token, second.chat_template = "<|endoftext|>", "another"
-    for tokenizer in (first, load_tokenizer(folder)):
-        assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", None)
-        assert tokenizer.all_special_tokens == ["<s>", "</s>", "<unk>"]
-    assert len(loads) == 3
-    write(folder, backends["split"], NAMES | {"eos_token": "<s>"})
-    age(30)
-    assert load_tokenizer(folder).eos_token == "<s>"
+    with keep_tokenizers():
+        load_tokenizer(folder)
+        load_tokenizer(folder)
+        assert len(loads) == 2  # what was just written may be written again in one clock tick
+        age(60)
+        first, second = load_tokenizer(folder), load_tokenizer(folder)
+        assert len(loads) == 3
+        second.eos_token, second.chat_template = "<|endoftext|>", "another"
+        for tokenizer in (first, load_tokenizer(folder)):
+            assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", None)
+            assert tokenizer.all_special_tokens == ["<s>", "</s>", "<unk>"]
+        assert len(loads) == 3
+        write(folder, backends["split"], NAMES | {"eos_token": "<s>"})
+        age(30)
+        assert load_tokenizer(folder).eos_token == "<s>"
+    load_tokenizer(folder).backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert load_tokenizer(folder).backend_tokenizer.normalizer is None, "nothing is kept outside"
 
 
 def test_a_class_that_reads_otherwise_is_told(
