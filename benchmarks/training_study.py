@@ -12,12 +12,13 @@ own, with as many steps as --minutes hold by the rate that `specdec train --plan
 then the engine drafts with it at every step, greedily, for Spec-Bench's prompts. All rates are
 measured before the first training, so that other programs may run beside the trainings. BASELINE is
 the recipe of the shipped EAGLE-3. `together` joins what was better than it of the losses, of the
-weights by depth and of the optimizers, and begins when these are done. A recipe of --curve is the
-baseline with that many training tokens; `fp8` is the baseline, in as many steps, from hidden states
-in that type. With --start-from every recipe goes on from an EAGLE-3, which is measured as it is,
-too: `start`. With --tokens all recipes have as many training tokens, instead of minutes, and
-EAGLE's read hidden states that the first one keeps. Finished recipes are kept: started again, the
-study goes on. study.json and a table of tokens per verify step are written after each recipe.
+weights by depth, of the optimizers and of the first weights, and begins when these are done. A
+recipe of --curve is the baseline with that many training tokens; `fp8` is the baseline, in as many
+steps, from hidden states in that type. With --start-from every recipe goes on from an EAGLE-3,
+which is measured as it is, too: `start`. With --tokens all recipes have as many training tokens,
+instead of minutes, and EAGLE's read hidden states that the first one keeps. Finished recipes are
+kept: started again, the study goes on. study.json and a table of tokens per verify step are written
+after each recipe.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from specdec.run.settings import RunSettings
 BASELINE = "kl"
 EAGLE3 = (
     "--method", "eagle", "--eagle-version", "3", "--eagle-draft-vocab-size", "4096",
-    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3",
+    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3", "--eagle-start", "random",
 )  # fmt: skip
 DSPARK = (
     "--method", "dflash", "--dflash-block-size", "5", "--dflash-markov-rank", "64",
@@ -60,6 +61,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "optimizer": {
         "muon": ("--optimizer", "muon"),
         "muon_x10": ("--optimizer", "muon", "--muon-learning-rate", "2e-2"),
+    },
+    # A learning rate as high as the baseline's destroys such weights within some steps.
+    "first weights": {
+        "least_squares": ("--eagle-start", "least-squares", "--learning-rate", "1e-4")
     },
 }
 TOGETHER, FP8, DSPARK_NAME, CURVE, START = "together", "fp8", "dspark", "tokens", "start"

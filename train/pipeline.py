@@ -271,6 +271,10 @@ def start_loop(job: TrainingJob) -> Loop:
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
     drafter = make_drafter(job, job.target, job.train_rows)
+    checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
+    find_first_weights = job.method.find_first_weights
+    if find_first_weights and checkpoint is None and settings.start_from is None:
+        find_first_weights(settings, drafter, job.target, job.train_rows)
     wanted_length = settings.stop_at_acceptance
 
     def is_enough(evaluation: Mapping[str, Any]) -> bool:
@@ -289,7 +293,6 @@ def start_loop(job: TrainingJob) -> Loop:
     loop = Loop(
         settings, accelerator, job.target, drafter, job.train_rows, job.heldout_rows, hooks
     )  # fmt: skip
-    checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
     if checkpoint is not None:
         try:
             loop.restore(checkpoint)

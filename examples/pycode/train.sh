@@ -80,10 +80,10 @@ medusa() {
 medusa medusa-1 data 1 --model-max-length 512 --max-steps 1200 --batch-size 4 --eval-steps 300
 medusa medusa-2 both 2 --model-max-length 256 --max-steps 200 --batch-size 8 --eval-steps 0 --start-from "$WORK/medusa-1"
 drafter eagle-1 eagle "$WORK/data.jsonl" 1 --model-max-length 384 --max-steps 320 --batch-size 8 \
-  --learning-rate 1e-3 --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
+  --learning-rate 1e-3 --eagle-start random --eagle-token-weight 0.5 --eagle-num-steps 2 --eval-steps 160 --eval-rows 16 \
   --save-steps 50
 eagle3() {
-  drafter "$1" eagle "$WORK/$2.jsonl" "$3" --model-max-length 256 --batch-size 8 --learning-rate 2e-3 --eagle-version 3 --eagle-num-steps 3 \
+  drafter "$1" eagle "$WORK/$2.jsonl" "$3" --model-max-length 256 --batch-size 8 --learning-rate 2e-3 --eagle-start random --eagle-version 3 --eagle-num-steps 3 \
     --eagle-draft-vocab-size 1024 --dtype bfloat16 --eval-rows 16 --save-steps 40 "${@:4}"
 }
 eagle3 eagle3-1 data 1 --max-steps 400 --eval-steps 200

@@ -83,7 +83,7 @@ draft() {
 # The model's steps are cheap: few tokens at a time, of few that occur, are all that can pay.
 eagle3() {
   drafter eagle3 eagle "$1" --eagle-version 3 --eagle-draft-vocab-size "${DRAFT_VOCAB:-4096}" \
-    --eagle-intermediate-size "${MLP_SIZE:-768}" --eagle-num-steps 3 --learning-rate 2e-3
+    --eagle-intermediate-size "${MLP_SIZE:-768}" --eagle-num-steps 3 --learning-rate 2e-3 --eagle-start random
 }
 # An output layer over 49,152 tokens in each head: too large to ship.
 medusa() { drafter medusa medusa "$1" --medusa-num-heads 3 --learning-rate 5e-4; }

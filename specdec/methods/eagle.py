@@ -288,6 +288,12 @@ class EagleTrain:
         3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", minimum=1,
         maximum=MAX_DRAFT_TOKENS,
     )  # fmt: skip
+    eagle_start: str = setting(
+        "least-squares",
+        help="First weights: a least-squares fit to the target's states of some rows, which saves"
+        " hundreds of thousands of tokens of training, or random.",
+        choices=("least-squares", "random"),
+    )  # fmt: skip
     eagle_loss_decay: float = share(
         0.9, help="Weight of each EAGLE draft step relative to the one before."
     )

@@ -18,7 +18,7 @@ from specdec.train.features import Features, OutputHead, TargetShape
 from specdec.train.loss import Measures, Teacher, compute_loss, measure_positions, rank_labels
 from specdec.train.methods.base import TrainableDrafter, choose_mask_token
 from specdec.train.methods.dflash import DFlash
-from specdec.train.methods.eagle import Eagle1, Eagle3, make_mask
+from specdec.train.methods.eagle_parts.nets import Eagle1, Eagle3, make_mask
 from specdec.train.methods.medusa import Medusa
 from specdec.train.methods.redrafter import RecurrentDrafter
 from specdec.train.settings import TrainSettings

@@ -18,7 +18,7 @@ from specdec.train.features import OutputHead
 from specdec.train.loss import Teacher, compute_loss, measure_acceptances
 from specdec.train.loss_table import LOSSES, compute_acceptance
 from specdec.train.methods.base import TrainableDrafter
-from specdec.train.methods.eagle import Eagle3
+from specdec.train.methods.eagle_parts.nets import Eagle3
 from tests.train import test_drafter_losses as drafters
 
 NUM_LABELS, VOCAB = 6, 9

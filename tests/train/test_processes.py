@@ -99,8 +99,10 @@ def test_every_method_in_two_processes(
     for name, one_name in pairs.items():
         (file,) = (tmp_path / name).glob("*.safetensors")
         expected = load_file(tmp_path / one_name / file.name)
-        # Muon computes in bfloat16: its steps, of 0.01 here, differ by some percent.
-        slack = 10 if "muon" in KINDS[one_name.removeprefix("one-")] else 1
+        # Muon computes in bfloat16: its steps, of 0.01 here, differ by some percent. An EAGLE-3
+        # begins with matrices of zeros, whose first gradients are small beside their rounding.
+        words = KINDS[one_name.removeprefix("one-")]
+        slack = 10 if "muon" in words else 5 if "eagle-version 3" in words else 1
         for key, tensor in load_file(file).items():
             error = float((tensor - expected[key]).abs().max())
             limit = slack * (2e-5 + 2e-3 * float(expected[key].abs().max()))

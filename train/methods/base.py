@@ -19,6 +19,7 @@ from specdec.errors import SpecDecError
 from ..depth_weights import MEASURED_WEIGHTINGS, weigh_depths
 from ..features import Features
 from ..loss import Teacher, compute_loss, measure_acceptances, measure_positions
+from ..rows import TokenRows
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 
@@ -308,8 +309,9 @@ class TrainingMethod:
     specdec-convert besides the drafter's folder, which follows `convert_folder`. list_shared:
     tensors of the target that the written file repeats, by their names there. choose_layers: the
     target's layers, from 0, whose outputs are read as `Features.auxiliary`, from the settings and
-    the target's configuration. optional_prefixes: beginnings of tensors' names that a drafter of
-    --start-from may lack; such tensors begin anew.
+    the target's configuration. find_first_weights: gives a fresh drafter better weights than random
+    ones, from the target's states of training rows, alike in every process. optional_prefixes:
+    beginnings of tensors' names that a drafter of --start-from may lack; such tensors begin anew.
     """
 
     build: Callable[[TrainSettings, FrozenTarget], TrainableDrafter]
@@ -318,6 +320,7 @@ class TrainingMethod:
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
     list_shared: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
+    find_first_weights: Callable[[TrainSettings, Any, FrozenTarget, TokenRows], None] | None = None
     optional_prefixes: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"
     needs_head: bool = False

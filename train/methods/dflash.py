@@ -47,7 +47,8 @@ from .base import (
     TrainingMethod,
     choose_mask_token,
 )
-from .eagle import GatedMlp, Projections, RmsNorm, RotaryTables, describe_layers, make_linear
+from .eagle import describe_layers
+from .eagle_parts.nets import GatedMlp, Projections, RmsNorm, RotaryTables, make_linear
 
 GOLDEN_RATIO = 0.6180339887  # multiples of it, without their whole parts, spread evenly
 

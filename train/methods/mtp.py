@@ -26,7 +26,7 @@ from specdec.text import pretrained
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 from .base import TrainingMethod
-from .eagle import TrainablePairDrafter, make_linear, make_mask
+from .eagle_parts.nets import TrainablePairDrafter, make_linear, make_mask
 
 
 def make_layer(target: FrozenTarget) -> Any:

@@ -1,0 +1,1 @@
+"""Parts of EAGLE: the networks in training, and their first weights."""

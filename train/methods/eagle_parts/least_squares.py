@@ -1,0 +1,232 @@
+"""First weights of an EAGLE drafter by least squares, from the target's states of some rows.
+
+A drafter's first guess is the target's next last hidden state, and most of it is a linear function
+of the features that the drafter reads: one pass over some rows and one linear system give what
+gradient descent takes hundreds of thousands of tokens to find. EAGLE-1's `fc` is that function.
+EAGLE-3 reads the embedding in its attention alone, so there each token looks itself up: keys are
+random directions of the embedding, in which it is most like itself, and values and output hold the
+embedding's part, of the rank that the key/value heads have (reduced-rank regression). All other
+parts of the layers begin with an output of zero.
+
+Legend: D hidden, P features, N labels, R rank, Q query heads, K key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from specdec.system.logs import get_logger
+
+from ...features import Features
+from ...rows import TokenRows
+from ...target import FrozenTarget, make_batch
+from .nets import Eagle, Eagle1, Eagle3, EagleAttention, EagleLayer
+
+LABELS_PER_FEATURE = 40  # that are read: of twice as many the guesses are hardly better
+LEAST_LABELS_PER_FEATURE = 4  # with fewer, the fit is of the rows and not of the model
+RIDGE = 1e-3  # penalty of a weight, relative to its feature's square
+SELF_SCORE = 20.0  # attention score of a token with itself; other tokens' are spread around 0
+OTHER_WEIGHTS = 0.01  # standard deviation of the attention's weights for the state, at first
+
+logger = get_logger(__name__)
+
+
+@dataclasses.dataclass
+class Moments:
+    """Sums over labels of products of features x and of the next last hidden states y."""
+
+    gram: Tensor  # [P, P] sum of x x^T
+    cross: Tensor  # [P, D] sum of x y^T
+    squares: Tensor  # [D] sum of y^2
+    num_labels: int
+
+
+def start_from_least_squares(
+    drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int
+) -> bool:
+    """Give a drafter the weights of a least-squares fit; return whether the rows were enough.
+
+    batch_size: rows that the target reads at a time. All processes read the first rows alike.
+    """
+    num_features = count_features(drafter)
+    num_labels = int(rows.mask.sum())
+    if num_labels < LEAST_LABELS_PER_FEATURE * num_features:
+        logger.info(
+            "the drafter begins with random weights: %d labels are too few for least squares of"
+            " %d features", num_labels, num_features,
+        )  # fmt: skip
+        return False
+    with torch.no_grad():
+        moments = collect_moments(
+            drafter, target, rows, batch_size, LABELS_PER_FEATURE * num_features
+        )
+        for layer in drafter.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        if isinstance(drafter, Eagle3):
+            fill_eagle3(drafter, moments)
+        elif isinstance(drafter, Eagle1):
+            fill_eagle1(drafter, moments)
+    logger.info("the drafter begins as the least-squares fit of %d labels", moments.num_labels)
+    return True
+
+
+def collect_moments(
+    drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int, max_labels: int
+) -> Moments:
+    """Sum up products over the first rows, until they have `max_labels` labels.
+
+    Each row is added by itself, so that the sums do not depend on the size of a batch.
+    """
+    device, width = drafter.fc.weight.device, drafter.model.hidden_size
+    num_features = count_features(drafter)
+    moments = Moments(
+        torch.zeros(num_features, num_features, device=device),
+        torch.zeros(num_features, width, device=device), torch.zeros(width, device=device), 0,
+    )  # fmt: skip
+    for indices in _split_rows(len(rows), batch_size):
+        target.expect(rows, indices)
+        batch = make_batch(rows, indices, device)
+        features = target.read(batch)
+        inputs = torch.cat(list_inputs(drafter, features), dim=-1)
+        for row_inputs, hidden, mask in zip(inputs, features.hidden, batch.mask, strict=True):
+            x, y = row_inputs[mask[2:]], hidden[1:-1][mask[2:]].float()
+            moments.gram.addmm_(x.T, x)
+            moments.cross.addmm_(x.T, y)
+            moments.squares += y.square().sum(0)
+            moments.num_labels += len(x)
+        if moments.num_labels >= max_labels:
+            break
+    return moments
+
+
+def count_features(drafter: Eagle) -> int:
+    """Count the numbers that a first guess is fitted from, the embedding's included."""
+    is_apart = isinstance(drafter, Eagle3)  # EAGLE-1 reads the embedding in `fc`
+    return drafter.fc.in_features + (drafter.model.hidden_size if is_apart else 0)
+
+
+def _split_rows(num_rows: int, size: int) -> Iterator[list[int]]:
+    for start in range(0, num_rows, size):
+        yield list(range(start, min(start + size, num_rows)))
+
+
+def list_inputs(drafter: Eagle, features: Features) -> list[Tensor]:
+    """List the features of each place's first guess, [B, T-2, ...] each, the embedding's apart."""
+    embedded = features.embedded[:, 1:-1].float()
+    if not isinstance(drafter, Eagle3):
+        return [embedded, features.hidden[:, :-2].float()]
+    assert features.auxiliary is not None
+    states = drafter.norm_states(features.auxiliary[:, :-2].float())
+    return [states, drafter.layers[0].input_layernorm(embedded)]
+
+
+def solve(moments: Moments) -> Tensor:
+    """Return the weights [P, D] of the ridge regression; all penalties are of normed features."""
+    size = moments.gram.diagonal().sqrt()
+    size = size.clamp(min=1e-6 * float(size.max()))
+    system = moments.gram / size[:, None] / size
+    system.diagonal().add_(RIDGE)
+    factor = torch.linalg.cholesky(system)
+    weights: Tensor = torch.cholesky_solve(moments.cross / size[:, None], factor)
+    return weights / size[:, None]
+
+
+def fill_eagle1(drafter: Eagle1, moments: Moments) -> None:
+    """Let `fc` be the fit, from the embedding and the last hidden state."""
+    drafter.fc.weight.copy_(solve(moments).T)
+    if drafter.fc.bias is not None:
+        drafter.fc.bias.zero_()
+
+
+def fill_eagle3(drafter: Eagle3, moments: Moments) -> None:
+    """Let `fc` be the fit's part of the states, and the first layer's attention the other part."""
+    layer: EagleLayer = drafter.layers[0]
+    model, attention = drafter.model, layer.self_attn
+    width, num_states = model.hidden_size, drafter.fc.in_features
+    rank = min(model.num_key_value_heads * model.head_size, width)
+    add_ridge(moments.gram[num_states:, num_states:])
+    gram = moments.gram[num_states:, num_states:] / moments.num_labels
+    directions = choose_directions(
+        solve(moments)[num_states:], gram, drafter.lm_head.weight.float(), rank
+    )
+    weights = solve(_reduce(moments, directions))
+    # The last norm's weights are the channels' sizes, so that what it norms has even channels.
+    size = (moments.squares / moments.num_labels).sqrt()
+    size = size.clamp(min=1e-3 * float(size.max()))
+    weights = weights / size
+    drafter.norm.weight.copy_(size)
+    drafter.fc.weight.copy_(weights[:num_states].T)
+    generator = torch.Generator().manual_seed(0)
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        fill_state_part(projection.weight[:, width:], generator)
+    let_tokens_find_themselves(attention, gram, generator)
+    attention.v_proj.weight[:, :width] = 0.0
+    attention.v_proj.weight[:rank, :width] = directions.T
+    values = weights.new_zeros(width, model.num_key_value_heads * model.head_size)
+    values[:, :rank] = weights[num_states:].T
+    group = model.num_attention_heads // model.num_key_value_heads
+    outputs = attention.o_proj.weight.view(width, model.num_attention_heads, model.head_size)
+    outputs[:, ::group] = values.view(width, model.num_key_value_heads, model.head_size)
+
+
+def choose_directions(weights: Tensor, gram: Tensor, head: Tensor, rank: int) -> Tensor:
+    """Return the directions [D, R] of the embedding of which most of the logits are made.
+
+    weights: [D, D], the fit's of the embedding; gram: [D, D], the embedding's; head: [V, D].
+    Numbers along the directions have a variance of 1.
+    """
+    inner = torch.linalg.cholesky(gram)
+    outer = torch.linalg.cholesky(add_ridge(head.T @ head))
+    left, *_ = torch.linalg.svd(inner.T @ weights @ outer)
+    directions: Tensor = torch.linalg.solve_triangular(inner.T, left[:, :rank], upper=True)
+    return directions
+
+
+def add_ridge(matrix: Tensor) -> Tensor:
+    """Make a matrix larger in the directions that it lacks, in place, and return it."""
+    matrix.diagonal().add_(1e-4 * float(matrix.diagonal().mean()))
+    return matrix
+
+
+def _reduce(moments: Moments, directions: Tensor) -> Moments:
+    """Return the moments with the embedding, the last features, in these directions alone."""
+    width, rank = directions.shape
+    num_states = len(moments.gram) - width
+    change = moments.gram.new_zeros(len(moments.gram), num_states + rank)
+    change[:num_states, :num_states].fill_diagonal_(1.0)
+    change[num_states:, num_states:] = directions
+    return Moments(
+        change.T @ moments.gram @ change, change.T @ moments.cross, moments.squares,
+        moments.num_labels,
+    )  # fmt: skip
+
+
+def fill_state_part(weight: Tensor, generator: torch.Generator) -> None:
+    """Draw small weights, in place, for the state that an attention reads beside the embedding."""
+    weight.copy_(OTHER_WEIGHTS * torch.randn(weight.shape, generator=generator))
+
+
+def let_tokens_find_themselves(
+    attention: EagleAttention, gram: Tensor, generator: torch.Generator
+) -> None:
+    """Let the first query head of each group attend to the token's embedding alone.
+
+    gram: [D, D], the mean of e e^T. The direction that all embeddings share is left out.
+    """
+    width, head_size = len(gram), attention.head_size
+    keys = attention.k_proj.weight.view(-1, head_size, 2 * width)
+    random = torch.randn(len(keys), head_size, width, generator=generator).to(gram)
+    shared_direction = torch.linalg.eigh(gram)[1][:, -1]
+    random -= (random @ shared_direction)[..., None] * shared_direction
+    # Of a key of squared length L with itself, the score is L / sqrt(H).
+    squares = torch.einsum("khd,de,khe->k", random, gram, random)
+    random *= (SELF_SCORE * head_size**0.5 / squares.clamp(min=1e-12)).sqrt()[:, None, None]
+    group = len(attention.q_proj.weight) // len(attention.k_proj.weight)
+    queries = attention.q_proj.weight.view(len(keys), group, head_size, 2 * width)[:, 0]
+    keys[..., :width] = random
+    queries[..., :width] = random
