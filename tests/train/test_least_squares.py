@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecDecError
 from specdec.methods.eagle import Eagle3Params
 from specdec.model.config import ModelConfig
 from specdec.train.features import Features, OutputHead
@@ -37,6 +38,8 @@ class LinearTarget:
 
     rank: of the part that the next token's embedding has.
     """
+
+    name = "linear"
 
     def __init__(self, *, reads_auxiliary: bool, rank: int = HIDDEN) -> None:
         self.table = draw(VOCAB, HIDDEN, seed=1) + 0.5  # all embeddings share a direction
@@ -148,9 +151,9 @@ def test_normed_states_are_fitted_as_they_are_read() -> None:
 
 def test_weights_do_not_depend_on_the_size_of_a_batch() -> None:
     """Each of several processes finds them for itself, whatever batches it was given."""
-    target, rows = LinearTarget(reads_auxiliary=True), make_rows()
+    target, rows = LinearTarget(reads_auxiliary=True), make_rows(200)  # more than are read
     drafters = [make_eagle3(target) for _ in range(2)]
-    for drafter, batch_size in zip(drafters, (1, 4), strict=True):
+    for drafter, batch_size in zip(drafters, (1, 7), strict=True):
         assert start(drafter, target, rows, batch_size)
     for one, other in zip(*(drafter.parameters() for drafter in drafters), strict=True):
         assert torch.equal(one, other)
@@ -169,3 +172,12 @@ def test_too_few_labels_leave_random_weights() -> None:
     for one, other in zip(drafter.parameters(), untouched.parameters(), strict=True):
         assert torch.equal(one, other)
     assert not target.rows_read
+
+
+def test_states_that_overflowed_are_refused() -> None:
+    target = LinearTarget(reads_auxiliary=True)
+    target.table[3] = torch.inf
+    with pytest.raises(
+        SpecDecError, match=r"linear: .* of the first \d+ labels are not"
+    ):
+        start(make_eagle3(target), target, make_rows())

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecDecError
 from specdec.system.logs import get_logger
 
 from ...features import Features
@@ -51,6 +52,7 @@ def start_from_least_squares(
     """Give a drafter the weights of a least-squares fit; return whether the rows were enough.
 
     batch_size: rows that the target reads at a time. All processes read the first rows alike.
+    Raises SpecDecError where the target's states are not finite.
     """
     num_features = count_features(drafter)
     num_labels = int(rows.mask.sum())
@@ -64,6 +66,12 @@ def start_from_least_squares(
         moments = collect_moments(
             drafter, target, rows, batch_size, LABELS_PER_FEATURE * num_features
         )
+        if not moments.gram.isfinite().all():
+            raise SpecDecError(
+                f"{target.name}: hidden states of the first {moments.num_labels} labels are not"
+                " finite numbers",
+                "train with --dtype float32, where the target's own overflow can be told apart",
+            )
         for layer in drafter.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -99,8 +107,8 @@ def collect_moments(
             moments.cross.addmm_(x.T, y)
             moments.squares += y.square().sum(0)
             moments.num_labels += len(x)
-        if moments.num_labels >= max_labels:
-            break
+            if moments.num_labels >= max_labels:
+                return moments
     return moments
 
 
