@@ -177,7 +177,5 @@ def test_too_few_labels_leave_random_weights() -> None:
 def test_states_that_overflowed_are_refused() -> None:
     target = LinearTarget(reads_auxiliary=True)
     target.table[3] = torch.inf
-    with pytest.raises(
-        SpecDecError, match=r"linear: .* of the first \d+ labels are not"
-    ):
+    with pytest.raises(SpecDecError, match=r"linear: .* of the first \d+ labels are not"):
         start(make_eagle3(target), target, make_rows())
