@@ -271,10 +271,6 @@ def start_loop(job: TrainingJob) -> Loop:
 
     settings, accelerator, state = job.settings, job.accelerator, job.state
     drafter = make_drafter(job, job.target, job.train_rows)
-    checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
-    find_first_weights = job.method.find_first_weights
-    if find_first_weights and checkpoint is None and settings.start_from is None:
-        find_first_weights(settings, drafter, job.target, job.train_rows)
     wanted_length = settings.stop_at_acceptance
 
     def is_enough(evaluation: Mapping[str, Any]) -> bool:
@@ -290,6 +286,10 @@ def start_loop(job: TrainingJob) -> Loop:
             meter = AcceptanceMeter(job, drafter)
             meter.check(drafter.state_dict())
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
+    checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
+    find_first_weights = job.method.find_first_weights
+    if find_first_weights and checkpoint is None and settings.start_from is None:
+        find_first_weights(settings, drafter, job.target, job.train_rows)
     loop = Loop(
         settings, accelerator, job.target, drafter, job.train_rows, job.heldout_rows, hooks
     )  # fmt: skip

@@ -14,7 +14,6 @@ Legend: D hidden, P features, N labels, R rank, Q query heads, K key/value heads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from .nets import Eagle, Eagle1, Eagle3, EagleAttention, EagleLayer
 LABELS_PER_FEATURE = 40  # that are read: of twice as many the guesses are hardly better
 LEAST_LABELS_PER_FEATURE = 4  # with fewer, the fit is of the rows and not of the model
 RIDGE = 1e-3  # penalty of a weight, relative to its feature's square
+LACKING_RIDGE = 1e-4  # what directions that a matrix lacks get, of its mean diagonal
 SELF_SCORE = 20.0  # attention score of a token with itself; other tokens' are spread around 0
 OTHER_WEIGHTS = 0.01  # standard deviation of the attention's weights for the state, at first
 
@@ -96,7 +96,8 @@ def collect_moments(
         torch.zeros(num_features, num_features, device=device),
         torch.zeros(num_features, width, device=device), torch.zeros(width, device=device), 0,
     )  # fmt: skip
-    for indices in _split_rows(len(rows), batch_size):
+    for start in range(0, len(rows), batch_size):
+        indices = list(range(start, min(start + batch_size, len(rows))))
         target.expect(rows, indices)
         batch = make_batch(rows, indices, device)
         features = target.read(batch)
@@ -116,11 +117,6 @@ def count_features(drafter: Eagle) -> int:
     """Count the numbers that a first guess is fitted from, the embedding's included."""
     is_apart = isinstance(drafter, Eagle3)  # EAGLE-1 reads the embedding in `fc`
     return drafter.fc.in_features + (drafter.model.hidden_size if is_apart else 0)
-
-
-def _split_rows(num_rows: int, size: int) -> Iterator[list[int]]:
-    for start in range(0, num_rows, size):
-        yield list(range(start, min(start + size, num_rows)))
 
 
 def list_inputs(drafter: Eagle, features: Features) -> list[Tensor]:
@@ -197,21 +193,22 @@ def choose_directions(weights: Tensor, gram: Tensor, head: Tensor, rank: int) ->
 
 def add_ridge(matrix: Tensor) -> Tensor:
     """Make a matrix larger in the directions that it lacks, in place, and return it."""
-    matrix.diagonal().add_(1e-4 * float(matrix.diagonal().mean()))
+    matrix.diagonal().add_(LACKING_RIDGE * float(matrix.diagonal().mean()))
     return matrix
 
 
 def _reduce(moments: Moments, directions: Tensor) -> Moments:
     """Return the moments with the embedding, the last features, in these directions alone."""
-    width, rank = directions.shape
-    num_states = len(moments.gram) - width
-    change = moments.gram.new_zeros(len(moments.gram), num_states + rank)
-    change[:num_states, :num_states].fill_diagonal_(1.0)
-    change[num_states:, num_states:] = directions
-    return Moments(
-        change.T @ moments.gram @ change, change.T @ moments.cross, moments.squares,
-        moments.num_labels,
-    )  # fmt: skip
+    gram, cross = moments.gram, moments.cross
+    num_states = len(gram) - len(directions)
+    mixed = gram[:num_states, num_states:] @ directions
+    reduced = directions.T @ gram[num_states:, num_states:] @ directions
+    upper, lower = (gram[:num_states, :num_states], mixed), (mixed.T, reduced)
+    return dataclasses.replace(
+        moments,
+        gram=torch.cat((torch.cat(upper, dim=1), torch.cat(lower, dim=1))),
+        cross=torch.cat((cross[:num_states], directions.T @ cross[num_states:])),
+    )
 
 
 def fill_state_part(weight: Tensor, generator: torch.Generator) -> None:
