@@ -288,7 +288,7 @@ def start_loop(job: TrainingJob) -> Loop:
             hooks = dataclasses.replace(hooks, measure_acceptance=meter.measure)
     checkpoint = state.load_checkpoint(maps=settings.shard_drafter)
     find_first_weights = job.method.find_first_weights
-    if find_first_weights and checkpoint is None and settings.start_from is None:
+    if find_first_weights and checkpoint is None:
         find_first_weights(settings, drafter, job.target, job.train_rows)
     loop = Loop(
         settings, accelerator, job.target, drafter, job.train_rows, job.heldout_rows, hooks

@@ -24,9 +24,10 @@ from specdec.decode.drafters.calibration import (
     DrafterValue,
     Promise,
     follow_chances,
+    follow_text,
     read_confidence,
 )
-from specdec.decode.drafters.forecast import forecast_steps
+from specdec.decode.drafters.forecast import DrafterSet, forecast_steps
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.paced import PacedDrafter, bind
@@ -105,6 +106,31 @@ def test_each_drafter_of_a_chain_has_its_own_record() -> None:
     calibration.learn()
     assert calibration.estimate(PAIR, second)[:3] == [1.0, 0.55, 0.25]
     assert calibration.estimate(second)[1] == pytest.approx(16 / 25 * 0.55)
+
+
+def test_a_drafter_forgets_by_its_own_drafts_alone() -> None:
+    calibration, second = Calibration(), make_draft([7, 4], [-1, 0], [1.0, 0.55], 1)
+    calibration.record([PAIR], [[0, 1]])
+    calibration.learn()
+    known = calibration.estimate(PAIR)
+    calibration.record([second] * 300, [[0]] * 300)
+    calibration.learn()
+    assert calibration.estimate(PAIR) == known
+    assert calibration.estimate(second)[1] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("emitted", "num_judged", "path"),
+    [([4, 6, 9], 3, [0, 1, 3]), ([4, 8], 3, [0, 1]), ([5], 2, [0, 2]), ([1], 2, [0]), ([], 0, [0])],
+)
+def test_a_text_judges_a_draft_that_was_not_verified(
+    emitted: list[int], num_judged: int, path: list[int]
+) -> None:
+    """As far as it goes: of what follows its last token, nothing is known."""
+    judged, followed = follow_text(FORK, emitted)
+    assert (judged.tree.num_draft_tokens, followed) == (num_judged, path)
+    assert judged.confidence is not None
+    assert judged.confidence.tolist() == [1.0, 0.5, 0.3, 0.9][: 1 + num_judged]
 
 
 def test_deep_tokens_count_as_the_deepest_that_are_told_apart() -> None:
@@ -215,11 +241,17 @@ def test_a_new_text_is_expected_to_be_like_those_before() -> None:
     promise.take_emitted([2] * 400, 2)
     assert promise.gains[0] == pytest.approx(1, abs=1e-3)
     promise.start(1.0)
-    assert promise.gains[0] == pytest.approx(1, abs=1e-3), "the newest of one"
-    promise.take_emitted([1] * 400, 2)
+    usual = (50 * low + 400) / 450
+    assert promise.gains[0] == pytest.approx(usual, abs=1e-3), "by the drafts of each text"
+    promise.take_emitted([1] * 25, 2)
+    newest = float(promise.gains[0])
     promise.start(1.0)
-    assert promise.gains[0] == pytest.approx(0.5, abs=1e-3), "half of two"
     before = promise.gains[0]
+    assert before == pytest.approx(0.8 * usual + 0.2 * newest, abs=1e-3), (
+        "of earlier ones a hundred"
+    )
+    promise.start(1.0)  # a text for which nothing was drafted
+    assert promise.gains[0] == pytest.approx(before, abs=1e-3)
     promise.take_emitted([1] * 400, 2)
     promise.start(0.0)
     assert promise.gains[0] < 0.001 < before
@@ -237,7 +269,7 @@ def test_what_many_drafts_brought_is_relied_on() -> None:
     promise = Promise(2, is_chain=False)
     promise.take_promised(4, [2.0, 3.0], 2)
     assert promise.trust == pytest.approx(0.5)
-    forecast = forecast_steps(promise, frozenset(), 1, 1.0, [1.1, 1.2], [0.1, 0.1])
+    forecast = forecast_steps(DrafterSet(promise), 1, 1.0, [1.1, 1.2], [0.1, 0.1])
     assert forecast.sure_gain == pytest.approx(0.5 * promise.gains[forecast.best_size - 1])
 
 
@@ -270,15 +302,15 @@ def test_an_account() -> None:
 
 def test_a_forecast_is_of_the_size_with_the_most_tokens_a_second() -> None:
     """Drafts that nothing is known of: 0.7 of the tokens are right."""
-    promise = Promise(3, is_chain=False)
-    forecast = forecast_steps(promise, frozenset({1}), 2, 1.0, [1.1, 1.2, 2.0], [0.5, 0.5, 0.5])
+    drafter_set = DrafterSet(Promise(3, is_chain=False), frozenset({1}))
+    forecast = forecast_steps(drafter_set, 2, 1.0, [1.1, 1.2, 2.0], [0.5, 0.5, 0.5])
     rates = [2 * 1.7 / 1.6, 2 * 2.19 / 1.7, 2 * 2.533 / 2.5]
-    assert (forecast.best_size, forecast.left_out) == (2, frozenset({1}))
+    assert (forecast.best_size, forecast.drafter_set) == (2, drafter_set)
     assert forecast.rate == pytest.approx(rates[1])
     assert forecast.gain == pytest.approx(rates[1] / 2)
     assert forecast.gains == pytest.approx([0.7, 1.19, 1.533])
     # Plain steps emit more than dear drafts do; a draft that is verified whole has one size.
-    dear = forecast_steps(promise, frozenset(), 2, 1.0, [1.3], [9.0])
+    dear = forecast_steps(drafter_set, 2, 1.0, [1.3], [9.0])
     assert (dear.best_size, dear.rate) == (3, 2.0)
     assert dear.gain == pytest.approx(2.533 / 10.3)
 

@@ -118,8 +118,8 @@ def test_a_drafter_brings_its_acceptance_along(parent: Path, tmp_path: Path) -> 
     for drafter in engines:
         assert isinstance(drafter, PacedDrafter)
         paces.append(drafter.pace)
-    assert paces[1].chain_promise.gains.tolist() != paces[0].chain_promise.gains.tolist()
-    assert paces[1].chain_promise.gains[0] == pytest.approx(record.gains[0])
+    assert paces[1].chain.promise.gains.tolist() != paces[0].chain.promise.gains.tolist()
+    assert paces[1].chain.promise.gains[0] == pytest.approx(record.gains[0])
 
 
 @pytest.mark.parametrize("change", [

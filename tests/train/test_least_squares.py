@@ -179,3 +179,32 @@ def test_states_that_overflowed_are_refused() -> None:
     target.table[3] = torch.inf
     with pytest.raises(SpecDecError, match=r"linear: .* of the first \d+ labels are not"):
         start(make_eagle3(target), target, make_rows())
+
+
+def take_step(drafter: Eagle3, features: Features, learning_rate: float) -> None:
+    """Take one step of AdamW towards the target's likeliest tokens."""
+    assert features.head is not None
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, weight_decay=0.0)
+    guess = drafter.norm(drafter.draft_states(features)[0]) @ drafter.lm_head.weight.T
+    wanted = features.head.compute_logits(features.hidden[:, 1:-1]).argmax(-1)
+    torch.nn.functional.cross_entropy(guess.flatten(0, 1), wanted.flatten()).backward()
+    optimizer.step()
+
+
+def test_a_first_step_keeps_the_fit() -> None:
+    """Without even inputs, it would step far along the large channel."""
+    target = LinearTarget(reads_auxiliary=True)
+    drafter = make_eagle3(target)
+    start(drafter, target, make_rows())
+    features = read_unseen(target)
+    fitted = measure_top_1(drafter, features)
+    uneven = make_eagle3(target)
+    uneven.load_state_dict({
+        **drafter.finish_weights(drafter.state_dict()),
+        "fc.input_scale": torch.ones(2 * HIDDEN),
+    })  # fmt: skip
+    assert measure_top_1(uneven, features) == fitted, "what is written guesses alike"
+    for net in (drafter, uneven):
+        take_step(net, features, 1e-3)
+    assert measure_top_1(drafter, features) > 0.95 * fitted
+    assert measure_top_1(uneven, features) < 0.5 * fitted

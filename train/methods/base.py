@@ -103,6 +103,8 @@ class OutputLayer(torch.nn.Linear):
 class TrainableDrafter(torch.nn.Module):
     """Network in training, whose parameters are named as in the written file.
 
+    `finish_weights` makes what is written.
+
     A method overrides `draft_states` or `iterate_guesses`, and mostly `use_head`, or `forward`.
     Matrices are read within the forward pass of their modules, which all processes call equally
     often: those of a sharded drafter are gathered there.
@@ -123,6 +125,10 @@ class TrainableDrafter(torch.nn.Module):
         # Weight of the target's distribution in the loss.
         self.teacher_share = settings.self_distillation or 0.0
         self.loss_name = settings.loss
+
+    def finish_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors as they are written, of those of `state_dict`, whole."""
+        return weights
 
     def draw_uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Draw numbers from 0 to 1, [B, ...], each row's by its seed alone.
@@ -309,8 +315,9 @@ class TrainingMethod:
     specdec-convert besides the drafter's folder, which follows `convert_folder`. list_shared:
     tensors of the target that the written file repeats, by their names there. choose_layers: the
     target's layers, from 0, whose outputs are read as `Features.auxiliary`, from the settings and
-    the target's configuration. find_first_weights: gives a fresh drafter better weights than random
-    ones, from the target's states of training rows, alike in every process. optional_prefixes:
+    the target's configuration. find_first_weights: gives a drafter that has taken no step better
+    weights to begin with, from the target's states of training rows, alike in every process.
+    optional_prefixes:
     beginnings of tensors' names that a drafter of --start-from may lack; such tensors begin anew.
     """
 

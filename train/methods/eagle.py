@@ -20,7 +20,7 @@ from ..rows import TokenRows
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 from .base import TrainingMethod, choose_mask_token
-from .eagle_parts.least_squares import start_from_least_squares
+from .eagle_parts.least_squares import even_inputs, measure_inputs, start_from_least_squares
 from .eagle_parts.nets import Eagle, Eagle1, Eagle3
 
 # Rotary scalings with which a position's angles depend on the position alone.
@@ -157,9 +157,16 @@ def list_convert_flags(settings: TrainSettings) -> list[str]:
 def find_first_weights(
     settings: TrainSettings, drafter: Eagle, target: FrozenTarget, rows: TokenRows
 ) -> None:
-    """Fit a fresh drafter's weights to the target's states of the first rows."""
-    if as_options(settings, EagleTrain).eagle_start == "least-squares":
+    """Fit a fresh drafter's weights to the target's states of the first rows.
+
+    Of another training's drafter, only the sizes of its inputs are made even.
+    """
+    if as_options(settings, EagleTrain).eagle_start != "least-squares":
+        return
+    if settings.start_from is None:
         start_from_least_squares(drafter, target, rows, settings.batch_size)
+    else:
+        even_inputs(drafter, measure_inputs(drafter, target, rows, settings.batch_size))
 
 
 METHOD = TrainingMethod(
@@ -169,7 +176,8 @@ METHOD = TrainingMethod(
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     list_shared=list_shared,
-    optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3 drafter
+    # P-EAGLE may start from an EAGLE-3 drafter; a written drafter's inputs are not scaled.
+    optional_prefixes=("mask_hidden", "fc.input_scale"),
     find_first_weights=find_first_weights,
     needs_head=True,
 )

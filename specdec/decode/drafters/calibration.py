@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.decode.accept import Candidates
+from specdec.decode.accept import Candidates, map_children
 from specdec.decode.drafters.trees import estimate_accuracy
 from specdec.engine.transfers import Array
 from specdec.engine.tree import Tree
@@ -18,7 +18,7 @@ KEPT_PROMISE_WEIGHT = 0.95  # weight of what drafts promised before the newest d
 KEPT_LONG_WEIGHT = 0.99  # as KEPT_WEIGHT, for means over more drafts
 FIRST_RATE = 0.7  # believed at first: of the drafted tokens that are reached, those accepted
 FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
-USUAL_SHARE = 0.2  # weight of the newest text in what drafts usually bring, once some have ended
+USUAL_DRAFTS = 100.0  # drafts of earlier texts that count at most in what drafts usually bring
 PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
 PRIOR_DRAFTS = 10.0  # drafts that its record counts as
 TRUSTED_DRAFTS = 4.0  # drafts behind which half of the tokens that they bring is relied on
@@ -43,15 +43,23 @@ class Calibration:
         # (`_find_cells`), where depth 0 stands for all depths. Lists and a loop: the few nodes of
         # most steps would take longer by calls of numpy.
         self._accepted_weights, self._reached_weights = list[float](), list[float]()
-        self._weight = 1.0  # of a token that is counted now; it grows, as older ones count less
+        # Of a drafter's token that is counted now; it grows, as older ones count less.
+        self._weights = list[float]()
         # Drafts to learn from, and their accepted paths.
         self._new_drafts: list[tuple[Candidates, Sequence[int]]] = []
+        self._add_drafters(source + 1)
         if record is not None:
             self._begin(record, source * NUM_CELLS)
 
+    def _add_drafters(self, num_drafters: int) -> None:
+        """Make room for the counts of so many drafters in all."""
+        num_missing = num_drafters - len(self._weights)
+        if num_missing > 0:
+            self._weights += [1.0] * num_missing
+            self._accepted_weights += [0.0] * (num_missing * NUM_CELLS)
+            self._reached_weights += [0.0] * (num_missing * NUM_CELLS)
+
     def _begin(self, record: Acceptance, first_cell: int) -> None:
-        self._accepted_weights = [0.0] * (first_cell + NUM_CELLS)
-        self._reached_weights = [0.0] * (first_cell + NUM_CELLS)
         totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in
                   (record.right, record.seen)]  # fmt: skip
         accepted_counts, reached_counts = (totals[0], *record.right), (totals[1], *record.seen)
@@ -67,10 +75,11 @@ class Calibration:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
         lines: dict[int, tuple[float, float]] = {}  # by cell: chance = base + rise * confidence
         accepted_weights, reached_weights = self._accepted_weights, self._reached_weights
-        trials, chances = FIRST_TRIALS * self._weight, []
+        chances: list[float] = []
         for cell, confidence in zip(*self._find_cells(drafts), strict=True):
             if cell not in lines:
                 depths_cell = cell - cell % NUM_CELLS + cell % NUM_BUCKETS  # of all depths
+                trials = FIRST_TRIALS * self._weights[cell // NUM_CELLS]
                 cell_weight = reached_weights[cell] + trials
                 depths_weight = reached_weights[depths_cell] + trials
                 share = trials / cell_weight
@@ -106,16 +115,22 @@ class Calibration:
         cells, start = self._find_cells([candidates for candidates, _ in new_drafts])[0], 0
         for candidates, path in new_drafts:
             if candidates.tree.num_nodes > 1:
-                self._weight /= KEPT_WEIGHT
+                weight = self._weights[candidates.source] = self._age(candidates.source)
                 accepted_nodes = set(path)
                 for node, parent in enumerate(candidates.tree.parents.tolist()):
                     if parent in accepted_nodes:
-                        self._count(cells[start + node], self._weight, node in accepted_nodes)
+                        self._count(cells[start + node], weight, node in accepted_nodes)
             start += candidates.tree.num_nodes
-        if self._weight > MAX_WEIGHT:
-            self._accepted_weights = [value / self._weight for value in self._accepted_weights]
-            self._reached_weights = [value / self._weight for value in self._reached_weights]
-            self._weight = 1.0
+
+    def _age(self, source: int) -> float:
+        """Return the weight of a drafter's newest token, beside which its older ones count less."""
+        weight = self._weights[source] / KEPT_WEIGHT
+        if weight <= MAX_WEIGHT:
+            return weight
+        for cell in range(source * NUM_CELLS, (source + 1) * NUM_CELLS):
+            self._accepted_weights[cell] /= weight
+            self._reached_weights[cell] /= weight
+        return 1.0
 
     def _count(self, cell: int, weight: float, is_accepted: bool) -> None:
         for counted_cell in (cell, cell - cell % NUM_CELLS + cell % NUM_BUCKETS):
@@ -132,12 +147,26 @@ class Calibration:
                 bucket = min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)
                 cells.append(first_cell + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket)
             confidences += node_confidences
-        num_cells = (max(cells, default=0) // NUM_CELLS + 1) * NUM_CELLS
-        num_missing = num_cells - len(self._reached_weights)
-        if num_missing > 0:
-            self._accepted_weights += [0.0] * num_missing
-            self._reached_weights += [0.0] * num_missing
+        self._add_drafters(max((candidates.source for candidates in drafts), default=0) + 1)
         return cells, confidences
+
+
+def follow_text(candidates: Candidates, emitted: Sequence[int]) -> tuple[Candidates, list[int]]:
+    """Return what a text says of a draft that was not verified: its judged nodes, and their path.
+
+    emitted: the text behind the root, beyond which nothing is known.
+    """
+    tree = candidates.tree
+    if int(tree.depths.max()) > len(emitted):
+        candidates = candidates.keep(np.flatnonzero(tree.depths <= len(emitted)))
+        tree = candidates.tree
+    path, children = [0], map_children(tree)
+    for token in emitted:
+        node = children.get((path[-1], token))
+        if node is None:
+            break
+        path.append(node)
+    return candidates, path
 
 
 def read_confidence(candidates: Candidates) -> Array:
@@ -221,7 +250,8 @@ class Promise:
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
         self._num_known = 0.0  # drafts that were learned from, newer ones counting more
-        self._num_texts = 0.0  # that have begun, all requests together counting as one
+        self._num_new = 0.0  # drafts of the newest texts that were learned from
+        self._num_usual = 0.0  # drafts that are in what is usual
         # Of steps, the share whose largest draft has so many nodes besides the root.
         self._size_shares = np.zeros(max_tokens + 1)
         self._size_shares[-1] = 1.0
@@ -239,9 +269,11 @@ class Promise:
     def start(self, share: float) -> None:
         """Expect of new texts, a share of all, what texts usually bring."""
         self._num_known *= 1 - share / 2
-        newest_share = share * max(USUAL_SHARE, 1 / max(1.0, self._num_texts))
-        self._usual_gains += newest_share * (self.gains - self._usual_gains)
-        self._num_texts += share
+        if self._num_new:
+            newest_share = self._num_new / (self._num_usual + self._num_new)
+            self._usual_gains += newest_share * (self.gains - self._usual_gains)
+        self._num_usual = min(self._num_usual + self._num_new, USUAL_DRAFTS)
+        self._num_new = 0.0
         kept_share, new_weight = 1 - share, share * FIRST_DRAFTS
         self._gain_sums = kept_share * self._gain_sums + new_weight * self._usual_gains
         self._weight = kept_share * self._weight + new_weight
@@ -274,6 +306,7 @@ class Promise:
         """
         kept_share = KEPT_PROMISE_WEIGHT**num_rows
         self._num_known = kept_share * self._num_known + num_rows
+        self._num_new += num_rows
         self._gain_sums = kept_share * self._gain_sums + promised_gains
         self._weight = kept_share * self._weight + num_rows
         self._size_shares *= KEPT_PROMISE_WEIGHT
@@ -285,6 +318,7 @@ class Promise:
             self._gain_sums = KEPT_WEIGHT * self._gain_sums
             self._weight = KEPT_WEIGHT * self._weight + 1
             self._num_known = KEPT_PROMISE_WEIGHT * self._num_known + 1
+            self._num_new += 1
             if self.is_chain:
                 num_reached = min(count, size - 1)
                 self._accepted_tokens = KEPT_LONG_WEIGHT * self._accepted_tokens + count - 1

@@ -11,19 +11,30 @@ from collections.abc import Sequence
 from specdec.decode.drafters.calibration import Promise
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """Steps for which some drafters of a chain draft.
+@dataclasses.dataclass
+class DrafterSet:
+    """Drafters of a chain that may draft for a step, and what their drafts promise.
 
-    promise: of their drafts. left_out: the other drafters. gains: tokens that drafts bring, by
-    size. expected_seconds: of a step that may verify each size, if drafts are as usual.
-    draft_seconds: of its draft. best_size: of the most tokens per second. rate: these, or those of
-    plain steps where they are more. gain: the best size's tokens per second by those of plain
-    steps. sure_gain: tokens that drafts of the best size bring as far as is known.
+    left_out: the other drafters. num_drafts: that the promise was learned from.
     """
 
     promise: Promise
     left_out: frozenset[int] = frozenset()
+    num_drafts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Steps for which some drafters of a chain draft.
+
+    gains: tokens that drafts bring, by size. expected_seconds: of a step that may verify each size,
+    if drafts are as usual. draft_seconds: of its draft. best_size: of the most tokens per second.
+    rate: these, or those of plain steps where they are more. gain: the best size's tokens per
+    second by those of plain steps. sure_gain: tokens that drafts of the best size bring as far as
+    is known.
+    """
+
+    drafter_set: DrafterSet
     gains: Sequence[float] = ()
     expected_seconds: Sequence[float] = ()
     draft_seconds: Sequence[float] = ()
@@ -34,7 +45,7 @@ class Forecast:
 
 
 def forecast_steps(
-    promise: Promise, left_out: frozenset[int], num_rows: int, plain_seconds: float,
+    drafter_set: DrafterSet, num_rows: int, plain_seconds: float,
     expected_seconds: Sequence[float], draft_seconds: Sequence[float],
 ) -> Forecast:  # fmt: skip
     """Return the forecast of steps of so many rows.
@@ -42,7 +53,7 @@ def forecast_steps(
     plain_seconds: of a step without drafts. expected_seconds, draft_seconds: by size, from one on,
     or of the largest size alone where drafts are verified whole.
     """
-    gains = promise.gains.tolist()
+    gains = drafter_set.promise.gains.tolist()
     num_smaller = len(gains) - len(expected_seconds)
     gains = gains[num_smaller:]
     rates = [
@@ -52,7 +63,7 @@ def forecast_steps(
     best_rate, plain_rate = max(rates), num_rows / plain_seconds
     best = rates.index(best_rate)
     return Forecast(
-        promise, left_out, gains, expected_seconds, draft_seconds, num_smaller + 1 + best,
+        drafter_set, gains, expected_seconds, draft_seconds, num_smaller + 1 + best,
         rate=max(best_rate, plain_rate), gain=best_rate / plain_rate,
-        sure_gain=promise.trust * gains[best],
+        sure_gain=drafter_set.promise.trust * gains[best],
     )  # fmt: skip

@@ -11,6 +11,7 @@ Legend: B rows, T nodes of a row's tree, the root among them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,7 +22,7 @@ import numpy as np
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
 from specdec.decode.drafters.calibration import Calibration, DrafterValue, Promise
-from specdec.decode.drafters.forecast import Forecast, forecast_steps
+from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps
 from specdec.engine.transfers import Array
 from specdec.files.acceptance import Acceptance
 
@@ -32,7 +33,7 @@ PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
 FEW_UNREAD_TOKENS = 64  # unread tokens of a drafter, up to which it is no reader of a prompt
-KNOWN_DRAFTS = 8  # drafts of a chain's first drafter, before it may go on alone
+KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone
 TRIAL_CHUNK_TOKENS = 2 * FEW_UNREAD_TOKENS  # prompt tokens that are read for a trial
 
 
@@ -46,8 +47,8 @@ class Pace:
     tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
     as promise more tokens than the time that verifying them takes would emit.
 
-    Of a chain, the first drafter drafts alone while that promises more than all of them: what its
-    drafts promise is known from every step, and the others are tried again after a while.
+    Of a chain, the first drafter drafts alone, or all but the first, while that promises more than
+    all of them; all are tried again after a while.
 
     An `Account` is kept: no draft may lose more than it allows, if no more of it is accepted than
     the drafts before have shown. A plan serves for some steps, since it takes time. No clock is
@@ -70,11 +71,15 @@ class Pace:
         self.costs, self.account = costs, Account()
         self.calibration = Calibration(record, recorded_drafter)
         self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
-        # Of the whole chain, and of its first drafter alone.
-        self.chain_promise = Promise(max_tokens, is_chain=is_planned, record=record)
-        self.first_promise = Promise(max_tokens, is_chain=False)
-        self._num_first_drafts = 0  # of the first drafter, that are learned from
-        self.forecast = Forecast(self.chain_promise)  # that the last plan goes by
+        self.chain = DrafterSet(Promise(max_tokens, is_chain=is_planned, record=record))
+        # The first drafter alone, whose drafts come in every step of the chain, and the others.
+        others_promise = Promise(
+            max_tokens, is_chain=False, record=record if recorded_drafter else None
+        )
+        others = frozenset(range(1, len(self.drafters)))
+        self.first = DrafterSet(Promise(max_tokens, is_chain=False), left_out=others)
+        self.others = DrafterSet(others_promise, left_out=frozenset({0}))
+        self.forecast = Forecast(self.chain)  # that the last plan goes by
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
@@ -92,15 +97,15 @@ class Pace:
         self._loss_allowance = math.inf  # seconds that the step may lose
         # Of drafts, still to be learned from: whose they are, requests, promised tokens, and nodes
         # of the largest.
-        self._promises: list[tuple[Promise, int, list[float], int]] = []
+        self._promises: list[tuple[DrafterSet, int, list[float], int]] = []
 
     # ---- Before a step.
 
     def start(self, num_texts: int) -> None:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
         self.learn()
-        for promise in (self.chain_promise, self.first_promise):
-            promise.start(min(1.0, num_texts / max(1, self._num_rows)))
+        for drafter_set in (self.chain, self.first, self.others):
+            drafter_set.promise.start(min(1.0, num_texts / max(1, self._num_rows)))
         self._planless_steps = 0
 
     def is_resting(self, num_rows: int) -> bool:
@@ -151,7 +156,7 @@ class Pace:
     @property
     def left_out(self) -> frozenset[int]:
         """Drafters of the chain that do not draft by the last plan."""
-        return self.forecast.left_out
+        return self.forecast.drafter_set.left_out
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -160,24 +165,25 @@ class Pace:
 
         readers: those that have much to read before they draft. num_unread: tokens to read.
         """
-        forecast = self.forecast = self._forecast(self.chain_promise)
+        forecast = self.forecast = self._forecast(self.chain)
+        sets = [self.first, self.others] if len(self.drafters) > 1 else []
         if 0 < len(readers) < len(self.drafters):
             worth = max(self.value_drafter(number, self._num_rows) for number in readers)
             repaid_seconds = seconds_ahead * worth / (1 + max(0.0, worth))
             is_repaid = self._price_reading(num_unread) <= repaid_seconds
             if not (is_repaid and self._may_read(num_unread, seconds_ahead)):
-                forecast = self._forecast(self.chain_promise, readers)
-        is_known = self._num_first_drafts >= KNOWN_DRAFTS
-        if not is_known or len(self.drafters) == 1 or 0 in forecast.left_out:
+                forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
+                sets = [drafter_set for drafter_set in sets if drafter_set.left_out >= readers]
+        forecasts = [self._forecast(each) for each in sets if each.num_drafts >= KNOWN_DRAFTS]
+        best = max(forecasts, key=lambda forecast: forecast.gain, default=forecast)
+        if best.gain <= forecast.gain:
             return forecast
-        alone = self._forecast(self.first_promise, frozenset(range(1, len(self.drafters))))
-        if alone.gain <= forecast.gain:
-            return forecast
-        self.chain_promise.forget()
-        return alone
+        self.chain.promise.forget()
+        return best
 
-    def _forecast(self, promise: Promise, left_out: frozenset[int] = frozenset()) -> Forecast:
-        """Return the forecast of the step's plan if these drafters are left out."""
+    def _forecast(self, drafter_set: DrafterSet) -> Forecast:
+        """Return the forecast of the step's plan if these drafters draft."""
+        promise, left_out = drafter_set.promise, drafter_set.left_out
         plain_seconds, *expected_seconds = self._step_seconds
         if not self.is_whole:
             _, *expected_seconds = promise.expect_seconds(np.array(self._step_seconds)).tolist()
@@ -186,7 +192,7 @@ class Pace:
         else:
             draft_seconds = [self._price_drafts(left_out)] * len(self._sizes)
         return forecast_steps(
-            promise, left_out, self._num_rows, plain_seconds, expected_seconds, draft_seconds
+            drafter_set, self._num_rows, plain_seconds, expected_seconds, draft_seconds
         )
 
     def _price_drafts(self, left_out: frozenset[int], num_levels: float | None = None) -> float:
@@ -292,7 +298,7 @@ class Pace:
         token_seconds = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
         one_level, two_levels = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
-        return float(price / self.forecast.promise.gains[0])
+        return float(price / self.forecast.drafter_set.promise.gains[0])
 
     def value(self, chances: Array) -> Array:
         """Return the tokens that each row's draft promises beyond what its time would emit, [B].
@@ -321,8 +327,15 @@ class Pace:
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """
-        if self.forecast.promise is not self.first_promise:
-            self._promises.append((self.first_promise, len(chances), *self._sum_chances(chances)))
+        self._note(self.first, chances)
+
+    def note_others(self, chances: Sequence[Sequence[float]]) -> None:
+        """Take what the drafts promise that are not of the first drafter; like `note_first`."""
+        self._note(self.others, chances)
+
+    def _note(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
+        if chances and self.forecast.drafter_set is not drafter_set:  # else `choose` takes them
+            self._promises.append((drafter_set, len(chances), *self._sum_chances(chances)))
 
     def _sum_chances(self, chances: Sequence[Sequence[float]] | Array) -> tuple[list[float], int]:
         """Return the tokens that so many nodes of all rows promise, [max_tokens].
@@ -353,7 +366,7 @@ class Pace:
             level_gains = (num_rows * first_rate**n for n in range(1, self.max_tokens + 1))
             promised_gains = [*map(max, promised_gains, itertools.accumulate(level_gains))]
         # What a draft of this kind promises, whatever is verified of it.
-        self._promises.append((self.forecast.promise, len(chances), promised_gains, num_nodes))
+        self._promises.append((self.forecast.drafter_set, len(chances), promised_gains, num_nodes))
         return max(best_size, int(self.is_trial))
 
     # ---- After it.
@@ -379,12 +392,12 @@ class Pace:
             if number not in self.left_out:
                 value.ask(*uses_by_drafter.get(number, (0.0, None)))
         if size > 1 and (self.is_whole or self.is_planned):
-            self.forecast.promise.take_emitted(emitted_counts, size)
+            self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
 
     def learn(self) -> None:
         """Learn from the newest steps."""
-        for promise, num_rows, promised_gains, size in self._promises:
-            promise.take_promised(num_rows, promised_gains, size)
-            self._num_first_drafts += num_rows if promise is self.first_promise else 0
+        for drafter_set, num_rows, promised_gains, size in self._promises:
+            drafter_set.promise.take_promised(num_rows, promised_gains, size)
+            drafter_set.num_drafts += num_rows
         self._promises = []
         self.calibration.learn()

@@ -16,6 +16,7 @@ import numpy as np
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
+from specdec.decode.drafters.calibration import follow_text
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
@@ -56,6 +57,8 @@ class PacedDrafter(JoinedDrafter):
         )  # fmt: skip
         self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
+        # Drafts in whose place another drafter's came, with the length of the text before.
+        self._displaced: list[tuple[ActiveRequest, int, Candidates]] = []
 
     def fit_budget(self) -> PacedDrafter:
         """Return the members as they draft where only what is worth its time is verified."""
@@ -83,7 +86,7 @@ class PacedDrafter(JoinedDrafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        self._drafts, self.num_prefilled = [], 0
+        self._drafts, self._displaced, self.num_prefilled = [], [], 0
         if not (self._plan(requests) or self.is_fixed):
             return []
         self._drafts, self._draft_calls = list_roots(requests), []
@@ -146,6 +149,9 @@ class PacedDrafter(JoinedDrafter):
         """Draft for the requests of some rows; return those that later groups may suit better."""
         drafts = self._ask(group, [requests[row] for row in rows])
         for row, candidates in zip(rows, drafts, strict=True):
+            if self._drafts[row].tree.num_draft_tokens and not self._drafts[row].draft_probs:
+                request = requests[row]
+                self._displaced.append((request, len(request.output_ids), self._drafts[row]))
             self._drafts[row] = candidates
         if len(self.groups) == 1:
             return []
@@ -184,8 +190,12 @@ class PacedDrafter(JoinedDrafter):
         drafts, self._drafts = self._drafts, []
         size = max(candidates.tree.num_nodes for candidates in drafts)
         self.pace.record(size, [len(path) for path in paths], self._draft_calls, self.num_prefilled)
+        calibration = self.pace.calibration
         if size > 1:
-            self.pace.calibration.record(drafts, paths)
+            calibration.record(drafts, paths)
+        for request, start, candidates in self._displaced:
+            judged, path = follow_text(candidates, request.output_ids[start:])
+            calibration.record([judged], [path])
 
     def _cut_drafts(self) -> None:
         """Keep as many nodes of each tree as are worth their time, the likeliest.
@@ -194,9 +204,14 @@ class PacedDrafter(JoinedDrafter):
         """
         chances, orders = self.pace.calibration.rank(self._drafts)
         # A prompt that is not read yet may promise something still.
-        if self.num_prefilled > FEW_UNREAD_TOKENS:
-            chances = [row for row in chances if any(row)]
-        max_nodes = self.pace.choose(chances) if chances else 0
+        reads_prompts = self.num_prefilled > FEW_UNREAD_TOKENS
+        known_rows = [
+            (row, candidates.source)
+            for row, candidates in zip(chances, self._drafts, strict=True)
+            if any(row) or not reads_prompts
+        ]
+        max_nodes = self.pace.choose([row for row, _ in known_rows]) if known_rows else 0
+        self.pace.note_others([row for row, source in known_rows if source])
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= max_nodes

@@ -27,6 +27,7 @@ from ...target import FrozenTarget, make_batch
 from .nets import Eagle, Eagle1, Eagle3, EagleAttention, EagleLayer
 
 LABELS_PER_FEATURE = 40  # that are read: of twice as many the guesses are hardly better
+MEASURED_LABELS = 4096  # of which the sizes of features are measured
 LEAST_LABELS_PER_FEATURE = 4  # with fewer, the fit is of the rows and not of the model
 RIDGE = 1e-3  # penalty of a weight, relative to its feature's square
 LACKING_RIDGE = 1e-4  # what directions that a matrix lacks get, of its mean diagonal
@@ -66,12 +67,6 @@ def start_from_least_squares(
         moments = collect_moments(
             drafter, target, rows, batch_size, LABELS_PER_FEATURE * num_features
         )
-        if not moments.gram.isfinite().all():
-            raise SpecDecError(
-                f"{target.name}: hidden states of the first {moments.num_labels} labels are not"
-                " finite numbers",
-                "train with --dtype float32, where the target's own overflow can be told apart",
-            )
         for layer in drafter.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -79,6 +74,7 @@ def start_from_least_squares(
             fill_eagle3(drafter, moments)
         elif isinstance(drafter, Eagle1):
             fill_eagle1(drafter, moments)
+        even_inputs(drafter, moments)
     logger.info("the drafter begins as the least-squares fit of %d labels", moments.num_labels)
     return True
 
@@ -88,7 +84,8 @@ def collect_moments(
 ) -> Moments:
     """Sum up products over the first rows, until they have `max_labels` labels.
 
-    Each row is added by itself, so that the sums do not depend on the size of a batch.
+    Each row is added by itself, so that the sums do not depend on the size of a batch. Raises
+    SpecDecError where the target's states are not finite.
     """
     device, width = drafter.fc.weight.device, drafter.model.hidden_size
     num_features = count_features(drafter)
@@ -109,8 +106,33 @@ def collect_moments(
             moments.squares += y.square().sum(0)
             moments.num_labels += len(x)
             if moments.num_labels >= max_labels:
-                return moments
+                return check_finite(moments, target)
+    return check_finite(moments, target)
+
+
+def check_finite(moments: Moments, target: FrozenTarget) -> Moments:
+    """Return moments; raise SpecDecError where the target's states are not finite."""
+    if not moments.gram.isfinite().all():
+        raise SpecDecError(
+            f"{target.name}: hidden states of the first {moments.num_labels} labels are not"
+            " finite numbers",
+            "train with --dtype float32, where the target's own overflow can be told apart",
+        )
     return moments
+
+
+def measure_inputs(
+    drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int
+) -> Moments:
+    """Return moments of as many labels as tell the inputs' sizes; see `collect_moments`."""
+    with torch.no_grad():
+        return collect_moments(drafter, target, rows, batch_size, MEASURED_LABELS)
+
+
+def even_inputs(drafter: Eagle, moments: Moments) -> None:
+    """Let `fc` be trained on inputs of even sizes; it computes what it did."""
+    squares = moments.gram.diagonal()[: drafter.fc.in_features]
+    drafter.fc.even_inputs((squares / max(1, moments.num_labels)).sqrt())
 
 
 def count_features(drafter: Eagle) -> int:

@@ -22,7 +22,7 @@ Legend: B rows, T tokens, D hidden, N labels, V vocabulary, H head size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ from ..base import (
 # Rotary scalings with which a position's angles depend on the position alone.
 STEADY_SCALINGS = ("linear", "llama3", "yarn")
 
+LEAST_SIZE = 1e-6  # of an input channel by the largest one's, as it is scaled
+
 History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the steps so far
 
 
@@ -61,6 +63,36 @@ class RmsNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon)
+
+
+class ScaledLinear(torch.nn.Linear):
+    """Linear layer whose weights are trained on inputs of even sizes.
+
+    An optimizer's steps are about equally large for all weights, so that those of an input channel
+    a thousand times as large as the others would outweigh all. input_scale: [num_inputs], powers of
+    two, by which inputs are multiplied; written weights have it in them.
+    """
+
+    input_scale: Tensor
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias)
+        self.register_buffer("input_scale", torch.ones(num_inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.input_scale.to(x.dtype))
+
+    def even_inputs(self, sizes: Tensor) -> None:
+        """Scale inputs of these sizes to about 1, and the weights so that outputs stay.
+
+        sizes: [num_inputs], such as root mean squares. Channels far smaller than the largest are
+        scaled less, since they are hardly more than rounding.
+        """
+        sizes = sizes.clamp(min=LEAST_SIZE * (float(sizes.max()) or 1.0))
+        scale = torch.exp2(-sizes.log2().round())
+        with torch.no_grad():
+            self.weight.mul_(self.input_scale / scale)
+        self.input_scale.copy_(scale)
 
 
 def make_linear(num_inputs: int, num_outputs: int) -> torch.nn.Linear:
@@ -231,7 +263,7 @@ class TrainablePairDrafter(TrainableDrafter):
 class Eagle(TrainablePairDrafter):
     """EAGLE drafter and its loss, with the parameter names of SafeAILab's drafters."""
 
-    fc: torch.nn.Linear
+    fc: ScaledLinear
     layers: Any  # ModuleList of `EagleLayer`
 
     def __init__(self, settings: TrainSettings, model: ModelConfig) -> None:
@@ -248,6 +280,11 @@ class Eagle(TrainablePairDrafter):
             EagleLayer(self.model, is_first=index == 0, is_eagle3=is_eagle3)
             for index in range(self.model.num_hidden_layers)
         )
+
+    def finish_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        scale = weights["fc.input_scale"]
+        finished = {name: tensor for name, tensor in weights.items() if name != "fc.input_scale"}
+        return finished | {"fc.weight": weights["fc.weight"] * scale}
 
     def make_history(self) -> list[History]:
         return [[] for _ in self.layers]
@@ -267,7 +304,7 @@ class Eagle1(Eagle):
         self, settings: TrainSettings, model: ModelConfig, *, embedding_scale: float = 1.0
     ) -> None:
         super().__init__(settings, model)
-        self.fc = torch.nn.Linear(
+        self.fc = ScaledLinear(
             2 * model.hidden_size, model.hidden_size, bias=self.options.eagle_bias
         )
         # Factor by which the features are larger than the table's rows.
@@ -326,7 +363,7 @@ class Eagle3(Eagle):
         if params.fc_norm:
             norms = (RmsNorm(model.hidden_size, model.norm_epsilon) for _ in params.aux_layers)
             self.fc_norm = torch.nn.ModuleList(norms)
-        self.fc = make_linear(num_auxiliary * model.hidden_size, model.hidden_size)
+        self.fc = ScaledLinear(num_auxiliary * model.hidden_size, model.hidden_size)
         self._add_layers(is_eagle3=True)
         self.norm = RmsNorm(model.hidden_size, model.norm_epsilon)
         self.lm_head = OutputLayer(model.hidden_size, params.draft_vocab_size)
