@@ -167,14 +167,17 @@ class Pace:
         """
         forecast = self.forecast = self._forecast(self.chain)
         sets = [self.first, self.others] if len(self.drafters) > 1 else []
+        sets = [drafter_set for drafter_set in sets if drafter_set.num_drafts >= KNOWN_DRAFTS]
         if 0 < len(readers) < len(self.drafters):
             worth = max(self.value_drafter(number, self._num_rows) for number in readers)
             repaid_seconds = seconds_ahead * worth / (1 + max(0.0, worth))
             is_repaid = self._price_reading(num_unread) <= repaid_seconds
             if not (is_repaid and self._may_read(num_unread, seconds_ahead)):
+                if self.first in sets and readers == self.first.left_out:
+                    return self._forecast(self.first)
                 forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
                 sets = [drafter_set for drafter_set in sets if drafter_set.left_out >= readers]
-        forecasts = [self._forecast(each) for each in sets if each.num_drafts >= KNOWN_DRAFTS]
+        forecasts = [self._forecast(drafter_set) for drafter_set in sets]
         best = max(forecasts, key=lambda forecast: forecast.gain, default=forecast)
         if best.gain <= forecast.gain:
             return forecast
