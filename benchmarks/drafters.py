@@ -13,7 +13,7 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_model import LoadedModel, ModelDrafter
 from specdec.decode.drafters.draft_target import ModelChainDrafter
 from specdec.decode.drafters.draft_tree import ModelTreeDrafter
-from specdec.decode.drafters.paced import PacedDrafter, bind
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
 from specdec.decode.drafters.suffix import SuffixDrafter
 from specdec.errors import count
@@ -35,7 +35,8 @@ class Shape:
 def pace(bench: Bench, drafter: Drafter) -> Drafter:
     """Return a copy of a drafter that drafts as far as that pays."""
     drafter = copy.copy(drafter.fit_budget())  # what a run changes is made again for each
-    return bind(drafter, measure_costs(bench, drafter.groups or [[drafter]]))
+    groups = drafter.groups or [[drafter]]
+    return PacedDrafter(groups, measure_costs(bench, groups))
 
 
 def measure_costs(bench: Bench, groups: Sequence[Sequence[Drafter]]) -> CostTable:

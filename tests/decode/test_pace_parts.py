@@ -30,7 +30,7 @@ from specdec.decode.drafters.calibration import (
 from specdec.decode.drafters.forecast import DrafterSet, forecast_steps
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
-from specdec.decode.drafters.paced import PacedDrafter, bind
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, make_root
@@ -467,7 +467,7 @@ def test_members_of_a_group_share_a_tree_and_chains_are_their_best_paths() -> No
 def test_what_members_are_told_and_what_is_known_of_them() -> None:
     planned = Scripted({}, is_planned=True, follows_prompts=True)
     planned.max_draft_tokens = planned.max_draft_depth = 8
-    drafter = bind(planned, make_costs(draft=lambda levels: 0.3 * levels))
+    drafter = PacedDrafter([[planned]], make_costs(draft=lambda levels: 0.3 * levels))
     assert (drafter.follows_prompts, drafter.follows_last, drafter.is_indivisible) == (
         True, False, False,
     )  # fmt: skip
@@ -476,7 +476,7 @@ def test_what_members_are_told_and_what_is_known_of_them() -> None:
     assert planned.max_prefill == 40
     # Of 1 + 0.7 + 0.7 ** 2 ... tokens in 1.02 + 0.32 n seconds, two levels make the most.
     assert planned.max_levels == drafter.pace.max_levels == 2
-    whole = bind(Scripted({}, is_indivisible=True), make_costs())
+    whole = PacedDrafter([[Scripted({}, is_indivisible=True)]], make_costs())
     assert whole.is_indivisible
     assert whole.pace.is_whole
     lone = Scripted({}, follows_last=True)
@@ -489,7 +489,7 @@ def test_what_members_are_told_and_what_is_known_of_them() -> None:
 def test_a_drafter_that_does_not_pay_rests() -> None:
     """Nothing is asked of it while the pace rests, and the loop may skip it."""
     member = Scripted({7: make_draft([7, 1], [-1, 0], [1.0, 0.01])})
-    drafter = bind(member, make_costs(step=lambda n: float(n), draft=lambda n: 1.0))
+    drafter = PacedDrafter([[member]], make_costs(step=lambda n: float(n), draft=lambda n: 1.0))
     rests = 0
     for _ in range(100):
         if drafter.rests(1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,6 +196,18 @@ def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list
         paths.append(row)
         start += tree.num_nodes
     return paths
+
+
+def sum_chances(
+    chances: Sequence[Sequence[float]] | Array, max_tokens: int
+) -> tuple[list[float], int]:
+    """Return the tokens that so many nodes of all rows promise, [max_tokens].
+
+    And the nodes of the largest draft. chances: [B, N] of each row's paths, best first, then zeros.
+    """
+    totals = [float(sum(column)) for column in zip(*chances, strict=True)][:max_tokens]
+    missing_totals = [0.0] * (max_tokens - len(totals))
+    return [*itertools.accumulate(totals + missing_totals)], sum(n > 0 for n in totals)
 
 
 class DrafterValue:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from specdec.decode.drafters.calibration import Promise
+from specdec.files.acceptance import Acceptance
 
 
 @dataclasses.dataclass
@@ -21,6 +22,22 @@ class DrafterSet:
     promise: Promise
     left_out: frozenset[int] = frozenset()
     num_drafts: int = 0
+
+
+def make_sets(
+    num_drafters: int, max_tokens: int, *, is_chain: bool, record: Acceptance | None,
+    recorded_drafter: int,
+) -> tuple[DrafterSet, DrafterSet, DrafterSet]:  # fmt: skip
+    """Return all drafters of a chain, the first alone, and all but the first.
+
+    Arguments are as in `Promise` and `Pace`.
+    """
+    others_record = record if recorded_drafter else None
+    return (
+        DrafterSet(Promise(max_tokens, is_chain=is_chain, record=record)),
+        DrafterSet(Promise(max_tokens, is_chain=False), frozenset(range(1, num_drafters))),
+        DrafterSet(Promise(max_tokens, is_chain=False, record=others_record), frozenset({0})),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ import numpy as np
 
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
-from specdec.decode.drafters.calibration import Calibration, DrafterValue, Promise
-from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps
+from specdec.decode.drafters.calibration import Calibration, DrafterValue, sum_chances
+from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
 from specdec.engine.transfers import Array
 from specdec.files.acceptance import Acceptance
 
@@ -71,14 +71,10 @@ class Pace:
         self.costs, self.account = costs, Account()
         self.calibration = Calibration(record, recorded_drafter)
         self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
-        self.chain = DrafterSet(Promise(max_tokens, is_chain=is_planned, record=record))
-        # The first drafter alone, whose drafts come in every step of the chain, and the others.
-        others_promise = Promise(
-            max_tokens, is_chain=False, record=record if recorded_drafter else None
-        )
-        others = frozenset(range(1, len(self.drafters)))
-        self.first = DrafterSet(Promise(max_tokens, is_chain=False), left_out=others)
-        self.others = DrafterSet(others_promise, left_out=frozenset({0}))
+        self.chain, self.first, self.others = make_sets(
+            len(self.drafters), max_tokens, is_chain=is_planned, record=record,
+            recorded_drafter=recorded_drafter,
+        )  # fmt: skip
         self.forecast = Forecast(self.chain)  # that the last plan goes by
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
@@ -95,8 +91,7 @@ class Pace:
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._loss_allowance = math.inf  # seconds that the step may lose
-        # Of drafts, still to be learned from: whose they are, requests, promised tokens, and nodes
-        # of the largest.
+        # Drafts to be learned from: their set, requests, promised tokens, nodes of the largest.
         self._promises: list[tuple[DrafterSet, int, list[float], int]] = []
 
     # ---- Before a step.
@@ -325,29 +320,14 @@ class Pace:
         values = [self.value_drafter(number, num_left) for number in later_drafters]
         return value > 0 and value >= max(values, default=0.0)
 
-    def note_first(self, chances: Sequence[Sequence[float]]) -> None:
-        """Take what drafts of the first drafter promise, of which another one's may take the place.
+    def note(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
+        """Take what drafts of some drafters promise, in whose place others' may come.
 
         chances: [B, N] of each row's paths, best first, then zeros.
         """
-        self._note(self.first, chances)
-
-    def note_others(self, chances: Sequence[Sequence[float]]) -> None:
-        """Take what the drafts promise that are not of the first drafter; like `note_first`."""
-        self._note(self.others, chances)
-
-    def _note(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
         if chances and self.forecast.drafter_set is not drafter_set:  # else `choose` takes them
-            self._promises.append((drafter_set, len(chances), *self._sum_chances(chances)))
-
-    def _sum_chances(self, chances: Sequence[Sequence[float]] | Array) -> tuple[list[float], int]:
-        """Return the tokens that so many nodes of all rows promise, [max_tokens].
-
-        And the nodes of the largest draft.
-        """
-        totals = [float(sum(column)) for column in zip(*chances, strict=True)][: self.max_tokens]
-        missing_totals = [0.0] * (self.max_tokens - len(totals))
-        return [*itertools.accumulate(totals + missing_totals)], sum(n > 0 for n in totals)
+            promised = sum_chances(chances, self.max_tokens)
+            self._promises.append((drafter_set, len(chances), *promised))
 
     def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
         """Return how many nodes of each row to verify besides the root.
@@ -355,7 +335,7 @@ class Pace:
         chances: [B, N] of each row's paths, best first, then zeros.
         """
         plain_seconds, *seconds = self._step_seconds
-        promised_gains, num_nodes = self._sum_chances(chances)
+        promised_gains, num_nodes = sum_chances(chances, self.max_tokens)
         # Beside a brief draft stand plain steps: a longer one might lose too much.
         rate = len(chances) / plain_seconds if self.is_brief else self.forecast.rate
         best_size, best_worth = 0, -rate * plain_seconds

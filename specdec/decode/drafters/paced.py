@@ -100,7 +100,8 @@ class PacedDrafter(JoinedDrafter):
         """Ask the groups in order, each for requests that let it draft, and limit the drafts."""
         rows = list(range(len(requests)))
         for group in range(len(self.groups)):
-            asked_rows = [row for row in rows if self._may_draft(group, requests[row])]
+            names = (None, self.names[group]) if self.names else ()
+            asked_rows = [r for r in rows if not names or requests[r].request.draft_method in names]
             if asked_rows and self._is_worth(group, len(asked_rows)):
                 left_rows = self._draft(group, requests, asked_rows)
                 rows = sorted({*rows} - {*asked_rows} | {*left_rows})
@@ -133,10 +134,6 @@ class PacedDrafter(JoinedDrafter):
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
 
-    def _may_draft(self, group: int, request: ActiveRequest) -> bool:
-        """Return whether a request lets a group draft for it."""
-        return not self.names or request.request.draft_method in (None, self.names[group])
-
     def _is_worth(self, group: int, num_left: int) -> bool:
         """Return whether to ask a group at all."""
         if self.is_fixed or len(self.groups) == 1:
@@ -158,7 +155,7 @@ class PacedDrafter(JoinedDrafter):
         pace, num_rows = self.pace, len(rows)
         chances = pace.calibration.rank(drafts)[0]
         if group == 0:
-            pace.note_first(chances)
+            pace.note(pace.first, chances)
         values = pace.value(np.array(chances)).tolist()
         pace.drafters[group].record(values)
         if group == len(self.groups) - 1:
@@ -203,23 +200,15 @@ class PacedDrafter(JoinedDrafter):
         A parent's chance is never the smaller.
         """
         chances, orders = self.pace.calibration.rank(self._drafts)
+        rows = zip(chances, self._drafts, strict=True)
+        self.pace.note(self.pace.others, [row for row, c in rows if c.source and any(row)])
         # A prompt that is not read yet may promise something still.
-        reads_prompts = self.num_prefilled > FEW_UNREAD_TOKENS
-        known_rows = [
-            (row, candidates.source)
-            for row, candidates in zip(chances, self._drafts, strict=True)
-            if any(row) or not reads_prompts
-        ]
-        max_nodes = self.pace.choose([row for row, _ in known_rows]) if known_rows else 0
-        self.pace.note_others([row for row, source in known_rows if source])
+        if self.num_prefilled > FEW_UNREAD_TOKENS:
+            chances = [row for row in chances if any(row)]
+        max_nodes = self.pace.choose(chances) if chances else 0
         self._drafts = [
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= max_nodes
             else candidates.keep([0, *sorted(order[:max_nodes])])
             for candidates, order in zip(self._drafts, orders, strict=True)
         ]
-
-
-def bind(drafter: Drafter, costs: CostTable) -> PacedDrafter:
-    """Return what drafts as a drafter does, as far as that is worth its time."""
-    return PacedDrafter(drafter.groups or [[drafter]], costs)
