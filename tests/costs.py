@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.decode.cost_table import CostTable, Curve, Grid, smooth
+from specdec.decode.drafters.base import Drafter
+from specdec.decode.drafters.paced import PacedDrafter
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -27,3 +29,8 @@ def make_costs(
         steps=make_grid(step), drafts=(make_grid(draft),) * num_drafters, reading=reading,
         prompts=line,
     )  # fmt: skip
+
+
+def bind(drafter: Drafter, costs: CostTable) -> PacedDrafter:
+    """Return what drafts as a drafter does, as far as that is worth its time."""
+    return PacedDrafter(drafter.groups or [[drafter]], costs)

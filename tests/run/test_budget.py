@@ -19,7 +19,7 @@ from specdec.decode.drafters.calibration import Calibration, follow_chances
 from specdec.decode.drafters.draft_tree import ModelTreeDrafter
 from specdec.decode.drafters.eagle import EagleDrafter
 from specdec.decode.drafters.pace import TRIAL_CHUNK_TOKENS, Pace
-from specdec.decode.drafters.paced import PacedDrafter, bind
+from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.drafters.redrafter import BeamDrafter, BeamTreeDrafter
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options
@@ -30,7 +30,7 @@ from specdec.engine.tree import pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods.budget import DraftBudget
 from tests.conftest import make_llama
-from tests.costs import make_costs
+from tests.costs import bind, make_costs
 from tests.engines import call, list_paths, run_here
 from tests.methods import build_methods, load_method
 

@@ -21,7 +21,6 @@ from specdec.decode.drafters.draft_target import attach_draft
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.medusa import MedusaDrafter
 from specdec.decode.drafters.pace import Pace
-from specdec.decode.drafters.paced import bind
 from specdec.decode.drafters.trees import grow_choices
 from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Batch, Options, generate
@@ -42,7 +41,7 @@ from specdec.engine.torch_layers import build_full_mask
 from specdec.engine.transfers import WAITS, Arrival, Waits
 from specdec.errors import SpecDecError
 from tests.conftest import make_drafter, make_llama
-from tests.costs import make_costs
+from tests.costs import bind, make_costs
 from tests.engines import make_engine
 from tests.methods import build_methods
 from tests.parity.models import make_model

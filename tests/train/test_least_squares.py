@@ -187,7 +187,8 @@ def take_step(drafter: Eagle3, features: Features, learning_rate: float) -> None
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, weight_decay=0.0)
     guess = drafter.norm(drafter.draft_states(features)[0]) @ drafter.lm_head.weight.T
     wanted = features.head.compute_logits(features.hidden[:, 1:-1]).argmax(-1)
-    torch.nn.functional.cross_entropy(guess.flatten(0, 1), wanted.flatten()).backward()
+    loss = torch.nn.functional.cross_entropy(guess.flatten(0, 1), wanted.flatten())
+    torch.autograd.backward(loss)
     optimizer.step()
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from specdec.decode.drafters.calibration import Promise
 from specdec.files.acceptance import Acceptance
 
+KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone
+
 
 @dataclasses.dataclass
 class DrafterSet:
@@ -22,6 +24,11 @@ class DrafterSet:
     promise: Promise
     left_out: frozenset[int] = frozenset()
     num_drafts: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether enough is known to let these drafters draft without the others."""
+        return self.num_drafts >= KNOWN_DRAFTS
 
 
 def make_sets(

@@ -33,7 +33,6 @@ PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
 FEW_UNREAD_TOKENS = 64  # unread tokens of a drafter, up to which it is no reader of a prompt
-KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone
 TRIAL_CHUNK_TOKENS = 2 * FEW_UNREAD_TOKENS  # prompt tokens that are read for a trial
 
 
@@ -161,23 +160,28 @@ class Pace:
         readers: those that have much to read before they draft. num_unread: tokens to read.
         """
         forecast = self.forecast = self._forecast(self.chain)
-        sets = [self.first, self.others] if len(self.drafters) > 1 else []
-        sets = [drafter_set for drafter_set in sets if drafter_set.num_drafts >= KNOWN_DRAFTS]
-        if 0 < len(readers) < len(self.drafters):
-            worth = max(self.value_drafter(number, self._num_rows) for number in readers)
-            repaid_seconds = seconds_ahead * worth / (1 + max(0.0, worth))
-            is_repaid = self._price_reading(num_unread) <= repaid_seconds
-            if not (is_repaid and self._may_read(num_unread, seconds_ahead)):
-                if self.first in sets and readers == self.first.left_out:
-                    return self._forecast(self.first)
-                forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
-                sets = [drafter_set for drafter_set in sets if drafter_set.left_out >= readers]
+        sets = [drafter_set for drafter_set in (self.first, self.others) if drafter_set.is_known]
+        if not self._repays_reading(readers, num_unread, seconds_ahead):
+            if self.first in sets and readers == self.first.left_out:
+                return self._forecast(self.first)
+            forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
+            sets = [drafter_set for drafter_set in sets if drafter_set.left_out >= readers]
         forecasts = [self._forecast(drafter_set) for drafter_set in sets]
         best = max(forecasts, key=lambda forecast: forecast.gain, default=forecast)
         if best.gain <= forecast.gain:
             return forecast
         self.chain.promise.forget()
         return best
+
+    def _repays_reading(
+        self, readers: frozenset[int], num_unread: int, seconds_ahead: float
+    ) -> bool:
+        """Return whether all may draft: no others are there, or reading is worth its time."""
+        if not 0 < len(readers) < len(self.drafters):
+            return True
+        worth = max(self.value_drafter(number, self._num_rows) for number in readers)
+        is_repaid = self._price_reading(num_unread) <= seconds_ahead * worth / (1 + max(0.0, worth))
+        return is_repaid and self._may_read(num_unread, seconds_ahead)
 
     def _forecast(self, drafter_set: DrafterSet) -> Forecast:
         """Return the forecast of the step's plan if these drafters draft."""
