@@ -122,7 +122,8 @@ def load_weights(
 
     file = TensorFile(path)
     file_tensors = {name: info for name, info in file.tensors.items() if name not in shared_tensors}
-    drafter_shapes = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    written = drafter.finish_weights(drafter.state_dict())
+    drafter_shapes = {name: list(tensor.shape) for name, tensor in written.items()}
     fresh_names = [n for n in drafter_shapes if n.startswith(optional_prefixes)]
     for name in [n for n in fresh_names if n not in file_tensors]:
         logger.info("--start-from: %s has no %s, which begins anew", path, name)

@@ -176,8 +176,7 @@ METHOD = TrainingMethod(
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     list_shared=list_shared,
-    # P-EAGLE may start from an EAGLE-3 drafter; a written drafter's inputs are not scaled.
-    optional_prefixes=("mask_hidden", "fc.input_scale"),
+    optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3 drafter
     find_first_weights=find_first_weights,
     needs_head=True,
 )
