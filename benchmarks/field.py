@@ -72,6 +72,7 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
         with hold_engines(GenerateSettings(
             texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
             max_batch_size=1, device="cpu", drafter_model_dir=str(drafter) if drafter else None,
+            drafter_weights=args.drafter_weights if drafter else "same",
         )) as run:  # fmt: skip
             yield (bench := open_bench(RunSettings(**run)))
             bench.engine.close()

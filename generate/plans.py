@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
 MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
 SAME_TYPE = "same"
+AS_IT_IS = {"drafter_weights": SAME_TYPE}  # of an engine without a drafter in its checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,25 +69,10 @@ def plan_target(settings: GenerateSettings) -> EnginePlan:
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
     if choose_backend(settings.backend).has_fixed_drafts:
         build |= plan_drafts(settings)
-    build["drafter_weights"] = choose_drafter_weights(settings)
+    if settings.draft_model_dir is not None:
+        build |= AS_IT_IS
     build |= plan_packing(settings)
     return EnginePlan(convert=settings.list_stage("convert"), build=build)
-
-
-def choose_drafter_weights(settings: GenerateSettings) -> str:
-    """Return the type of the matrices of the drafter in the target's checkpoint.
-
-    A draft model has an engine of its own.
-    """
-    if settings.draft_model_dir is not None:
-        return SAME_TYPE
-    if settings.drafter_weights is not None:
-        return settings.drafter_weights
-    has_drafter = any(getattr(settings, name) is not None for name in DRAFTER_FOLDERS)
-    is_gguf = str(settings.model_dir).lower().endswith(".gguf") and not settings.dequantize
-    is_embedded = choose_backend(settings.backend).name == TORCH and settings.device != "cuda"
-    is_quantized = is_gguf or settings.quantization is not None
-    return "int8" if has_drafter and is_embedded and is_quantized else SAME_TYPE
 
 
 def choose_backend(name: str) -> Backend:
@@ -137,11 +123,11 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     """Plan the draft model's engine, with room for what the target's takes."""
     convert = {"model_dir": settings.draft_model_dir, "dtype": settings.dtype}
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
-    weights = settings.drafter_weights or SAME_TYPE
+    weights = settings.drafter_weights
     return EnginePlan(
         convert=convert,
         build=build
-        | {"quantization": None if weights == SAME_TYPE else weights, "drafter_weights": SAME_TYPE}
+        | {"quantization": None if weights == SAME_TYPE else weights, **AS_IT_IS}
         | plan_packing(settings),
     )
 

@@ -64,12 +64,7 @@ class GenerateSettings:
     redrafter_num_beams: int | None = _like("convert", "redrafter_num_beams")
     redrafter_draft_len_per_beam: int | None = _like("convert", "redrafter_draft_len_per_beam")
     quantization: str | None = _like("build", "quantization", group="Engine", rare=True)
-    drafter_weights: str | None = ENGINE(
-        choices=("same", "int8", "int4"), rare=True,
-        help="Type of the drafter's matrices, or of --draft-model-dir's. If not given, the matrices"
-        " of a drafter are int8 on a CPU where the model is a GGUF file or --quantization is"
-        " given, and else as in their folder.",
-    )  # fmt: skip
+    drafter_weights: str = _like("build", "drafter_weights", group="Engine", rare=True)
     max_batch_size: int = _like("build", "max_batch_size", group="Engine", rare=True)
     max_seq_len: int | None = ENGINE(
         minimum=2, metavar="N",

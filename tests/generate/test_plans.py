@@ -97,27 +97,6 @@ def test_the_target_s_engine_serves_all_drafts_without_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "weights"),
-    [
-        ({"model_dir": "m.gguf"}, "same"),  # no drafter
-        ({"model_dir": "m.gguf", "eagle_model_dir": "e"}, "int8"),
-        ({"model_dir": "m.GGUF", "drafter_model_dir": "d"}, "int8"),
-        ({"model_dir": "m", "eagle_model_dir": "e"}, "same"),
-        ({"model_dir": "m", "eagle_model_dir": "e", "quantization": "int4"}, "int8"),
-        ({"model_dir": "m.gguf", "eagle_model_dir": "e", "dequantize": True}, "same"),
-        ({"model_dir": "m.gguf", "eagle_model_dir": "e", "device": "cuda"}, "same"),
-        ({"model_dir": "m.gguf", "eagle_model_dir": "e", "backend": TENSORRT_LLM}, "same"),
-        ({"model_dir": "m.gguf", "eagle_model_dir": "e", "drafter_weights": "same"}, "same"),
-        ({"model_dir": "m", "eagle_model_dir": "e", "drafter_weights": "int4"}, "int4"),
-    ],
-)
-def test_a_drafter_beside_a_quantized_model_is_in_int8(
-    changes: dict[str, Any], weights: str
-) -> None:
-    assert plans.plan_target(make_settings(**changes)).build["drafter_weights"] == weights
-
-
-@pytest.mark.parametrize(
     ("changes", "mode", "length"),
     [
         ({"prompt_lookup_num_tokens": 3}, "draft_tokens_external", 3),

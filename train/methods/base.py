@@ -103,11 +103,10 @@ class OutputLayer(torch.nn.Linear):
 class TrainableDrafter(torch.nn.Module):
     """Network in training, whose parameters are named as in the written file.
 
-    `finish_weights` makes what is written.
-
-    A method overrides `draft_states` or `iterate_guesses`, and mostly `use_head`, or `forward`.
-    Matrices are read within the forward pass of their modules, which all processes call equally
-    often: those of a sharded drafter are gathered there.
+    `finish_weights` makes the file's tensors of them. A method overrides `draft_states` or
+    `iterate_guesses`, and mostly `use_head`, or `forward`. Matrices are read within the forward
+    pass of their modules, which all processes call equally often: those of a sharded drafter are
+    gathered there.
     """
 
     output_layers: tuple[str, ...] = ()  # names of matrices with a row for each token
@@ -127,7 +126,7 @@ class TrainableDrafter(torch.nn.Module):
         self.loss_name = settings.loss
 
     def finish_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors as they are written, of those of `state_dict`, whole."""
+        """Return the tensors that are written, by the whole tensors of `state_dict`."""
         return weights
 
     def draw_uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -317,8 +316,8 @@ class TrainingMethod:
     target's layers, from 0, whose outputs are read as `Features.auxiliary`, from the settings and
     the target's configuration. find_first_weights: gives a drafter that has taken no step better
     weights to begin with, from the target's states of training rows, alike in every process.
-    optional_prefixes:
-    beginnings of tensors' names that a drafter of --start-from may lack; such tensors begin anew.
+    optional_prefixes: beginnings of tensors' names that a drafter of --start-from may lack; such
+    tensors begin anew.
     """
 
     build: Callable[[TrainSettings, FrozenTarget], TrainableDrafter]

@@ -20,7 +20,7 @@ from ..rows import TokenRows
 from ..settings import TrainSettings
 from ..target import FrozenTarget
 from .base import TrainingMethod, choose_mask_token
-from .eagle_parts.least_squares import even_inputs, measure_inputs, start_from_least_squares
+from .eagle_parts.least_squares import measure_sizes, start_from_least_squares
 from .eagle_parts.nets import Eagle, Eagle1, Eagle3
 
 # Rotary scalings with which a position's angles depend on the position alone.
@@ -166,7 +166,7 @@ def find_first_weights(
     if settings.start_from is None:
         start_from_least_squares(drafter, target, rows, settings.batch_size)
     else:
-        even_inputs(drafter, measure_inputs(drafter, target, rows, settings.batch_size))
+        drafter.fc.even_inputs(measure_sizes(drafter, target, rows, settings.batch_size))
 
 
 METHOD = TrainingMethod(

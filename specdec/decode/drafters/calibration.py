@@ -44,7 +44,7 @@ class Calibration:
         # (`_find_cells`), where depth 0 stands for all depths. Lists and a loop: the few nodes of
         # most steps would take longer by calls of numpy.
         self._accepted_weights, self._reached_weights = list[float](), list[float]()
-        # Of a drafter's token that is counted now; it grows, as older ones count less.
+        # Of each drafter's newest token; they grow, as older tokens count less.
         self._weights = list[float]()
         # Drafts to learn from, and their accepted paths.
         self._new_drafts: list[tuple[Candidates, Sequence[int]]] = []

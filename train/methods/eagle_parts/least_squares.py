@@ -14,6 +14,7 @@ Legend: D hidden, P features, N labels, R rank, Q query heads, K key/value heads
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ def start_from_least_squares(
             fill_eagle3(drafter, moments)
         elif isinstance(drafter, Eagle1):
             fill_eagle1(drafter, moments)
-        even_inputs(drafter, moments)
+        squares = moments.gram.diagonal()[: drafter.fc.in_features]
+        drafter.fc.even_inputs((squares / moments.num_labels).sqrt())
     logger.info("the drafter begins as the least-squares fit of %d labels", moments.num_labels)
     return True
 
@@ -82,10 +84,9 @@ def start_from_least_squares(
 def collect_moments(
     drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int, max_labels: int
 ) -> Moments:
-    """Sum up products over the first rows, until they have `max_labels` labels.
+    """Sum up products over the labels of `read_labels`.
 
-    Each row is added by itself, so that the sums do not depend on the size of a batch. Raises
-    SpecDecError where the target's states are not finite.
+    Raises SpecDecError where the target's states are not finite.
     """
     device, width = drafter.fc.weight.device, drafter.model.hidden_size
     num_features = count_features(drafter)
@@ -93,46 +94,53 @@ def collect_moments(
         torch.zeros(num_features, num_features, device=device),
         torch.zeros(num_features, width, device=device), torch.zeros(width, device=device), 0,
     )  # fmt: skip
-    for start in range(0, len(rows), batch_size):
-        indices = list(range(start, min(start + batch_size, len(rows))))
-        target.expect(rows, indices)
-        batch = make_batch(rows, indices, device)
-        features = target.read(batch)
-        inputs = torch.cat(list_inputs(drafter, features), dim=-1)
-        for row_inputs, hidden, mask in zip(inputs, features.hidden, batch.mask, strict=True):
-            x, y = row_inputs[mask[2:]], hidden[1:-1][mask[2:]].float()
-            moments.gram.addmm_(x.T, x)
-            moments.cross.addmm_(x.T, y)
-            moments.squares += y.square().sum(0)
-            moments.num_labels += len(x)
-            if moments.num_labels >= max_labels:
-                return check_finite(moments, target)
-    return check_finite(moments, target)
-
-
-def check_finite(moments: Moments, target: FrozenTarget) -> Moments:
-    """Return moments; raise SpecDecError where the target's states are not finite."""
-    if not moments.gram.isfinite().all():
-        raise SpecDecError(
-            f"{target.name}: hidden states of the first {moments.num_labels} labels are not"
-            " finite numbers",
-            "train with --dtype float32, where the target's own overflow can be told apart",
-        )
+    for x, y in read_labels(drafter, target, rows, batch_size, max_labels):
+        moments.gram.addmm_(x.T, x)
+        moments.cross.addmm_(x.T, y)
+        moments.squares += y.square().sum(0)
+        moments.num_labels += len(x)
+    check_finite(moments.gram, moments.num_labels, target)
     return moments
 
 
-def measure_inputs(
-    drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int
-) -> Moments:
-    """Return moments of as many labels as tell the inputs' sizes; see `collect_moments`."""
+def measure_sizes(drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int) -> Tensor:
+    """Return root mean squares of the inputs of `fc`, [inputs]; raises as `collect_moments`."""
     with torch.no_grad():
-        return collect_moments(drafter, target, rows, batch_size, MEASURED_LABELS)
+        labels = read_labels(drafter, target, rows, batch_size, MEASURED_LABELS)
+        inputs = torch.cat([x[:, : drafter.fc.in_features] for x, _ in labels])
+    check_finite(inputs, len(inputs), target)
+    return inputs.square().mean(0).sqrt()
 
 
-def even_inputs(drafter: Eagle, moments: Moments) -> None:
-    """Let `fc` be trained on inputs of even sizes; it computes what it did."""
-    squares = moments.gram.diagonal()[: drafter.fc.in_features]
-    drafter.fc.even_inputs((squares / max(1, moments.num_labels)).sqrt())
+def read_labels(
+    drafter: Eagle, target: FrozenTarget, rows: TokenRows, batch_size: int, max_labels: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the features [n, P] and next last hidden states [n, D] of each row's labels.
+
+    It ends behind the row that completes `max_labels` labels. Rows come one by one, so that sums do
+    not depend on the size of a batch.
+    """
+    num_labels = 0
+    for start in range(0, len(rows), batch_size):
+        indices = list(range(start, min(start + batch_size, len(rows))))
+        target.expect(rows, indices)
+        batch = make_batch(rows, indices, drafter.fc.weight.device)
+        features = target.read(batch)
+        inputs = torch.cat(list_inputs(drafter, features), dim=-1)
+        for row_inputs, hidden, mask in zip(inputs, features.hidden, batch.mask, strict=True):
+            yield row_inputs[mask[2:]], hidden[1:-1][mask[2:]].float()
+            num_labels += int(mask[2:].sum())
+            if num_labels >= max_labels:
+                return
+
+
+def check_finite(numbers: Tensor, num_labels: int, target: FrozenTarget) -> None:
+    """Raise SpecDecError where numbers of the target's states are not finite."""
+    if not numbers.isfinite().all():
+        raise SpecDecError(
+            f"{target.name}: hidden states of the first {num_labels} labels are not finite numbers",
+            "train with --dtype float32, where the target's own overflow can be told apart",
+        )
 
 
 def count_features(drafter: Eagle) -> int:

@@ -45,10 +45,7 @@ from ..base import (
     TrainableDrafter,
 )
 
-# Rotary scalings with which a position's angles depend on the position alone.
-STEADY_SCALINGS = ("linear", "llama3", "yarn")
-
-LEAST_SIZE = 1e-6  # of an input channel by the largest one's, as it is scaled
+LEAST_SIZE = 1e-6  # of the largest input channel's size; a smaller channel is scaled as if so large
 
 History = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T_i, H] of the steps so far
 
