@@ -176,16 +176,16 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         pace, chosen = Pace(4, CostTable(steps=steps, drafts=(free, dear)), max_depths=(4, 4)), 0
         for _ in range(200):
             pace.plan([100])
-            chances = np.cumprod([[rate] * 4], axis=1)
-            pace.note(pace.first, chances.tolist())
-            if pace.left_out:  # the lookup drafts alone
+            chances = np.cumprod([[rate] * 4], axis=1).tolist()
+            pace.note(pace.first, chances)
+            if pace.forecast.left_out:  # the lookup drafts alone
                 pace.choose(chances)
             (value,) = pace.value(chances)
             is_best = pace.is_best(0, value, 1)
             chosen += is_best
             pace.drafters[0].record([value])
             if not is_best:
-                pace.drafters[1].record(pace.value(np.cumprod([[0.6] * 4], axis=1)).tolist())
+                pace.drafters[1].record(pace.value(np.cumprod([[0.6] * 4], axis=1).tolist()))
             pace.record(5, [3], [(0, 1, 1)] if is_best else [(0, 1, 1), (1, 1, 1)])
         counts.append(chosen)
     assert counts[0] > 190

@@ -37,7 +37,7 @@ def record(
 
 def run(pace: Pace, rate: float, num_steps: int, num_rows: int = 1) -> list[int]:
     """The nodes of each step, where every token is right as often and the drafter is as sure."""
-    sizes, chances = [], np.cumprod([[rate] * pace.max_tokens] * num_rows, axis=1)
+    sizes, chances = [], np.cumprod([[rate] * pace.max_tokens] * num_rows, axis=1).tolist()
     for at in range(num_steps):
         size = 1
         if pace.plan([1000] * num_rows):
@@ -199,7 +199,7 @@ def test_it_drafts_where_every_step_reads_prompts_too(num_rows: int) -> None:
         for _ in range(60):
             size = 1
             if pace.plan([100] * num_rows, 70):
-                size += pace.choose(np.cumprod([[rate] * 8] * num_rows, axis=1))
+                size += pace.choose(np.cumprod([[rate] * 8] * num_rows, axis=1).tolist())
                 emitted = 1 + round(sum(rate**n for n in range(1, size)))
                 record(pace, size, [emitted] * num_rows)
             sizes.append(size)
@@ -221,7 +221,7 @@ def count_trials(num_unread: int) -> tuple[int, float]:
     for at in range(num_steps):
         unread = num_unread if at > 100 else 0
         if pace.plan([1000], 0, [unread]):
-            size = 1 + pace.choose(np.full((1, 4), 0.05))
+            size = 1 + pace.choose([[0.05] * 4])
             trials, lost = trials + 1, lost + 0.3 + 0.002 * unread + FLAT(size) - FLAT(1)
             record(pace, size, [1], num_read=unread)
     return trials, lost / num_steps
@@ -295,7 +295,7 @@ def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
         if not pace.plan([1000], unread_counts=(0, 0)):
             continue
         pace.note(pace.first, chances[0])
-        drafter = 0 if 1 in pace.left_out else 1
+        drafter = 0 if 1 in pace.forecast.left_out else 1
         size = 1 + pace.choose(chances[drafter])
         right = [(at * 37 + n * 61) % 100 < (50, 100 * rate)[drafter] for n in range(size - 1)]
         calls = [(0, 1, 1), (1, 1, 1)][: drafter + 1]

@@ -183,7 +183,7 @@ class World:
                 chances = np.zeros((num_rows, most))
                 for row, own in enumerate(found):
                     chances[row, : lengths[row]] = np.cumprod(pace.calibration.estimate(own))[1:]
-                most = pace.choose(chances)
+                most = pace.choose(chances.tolist())
             found = [
                 dataclasses.replace(
                     c, tree=c.tree.keep(range(min(most + 1, c.tree.num_nodes))),

@@ -95,16 +95,13 @@ class Calibration:
             start += candidates.tree.num_nodes
         return chances
 
-    def rank(self, drafts: Sequence[Candidates]) -> tuple[list[list[float]], list[list[int]]]:
-        """Return each row's chances of drafted nodes, best first, then zeros, and the nodes."""
-        trees = [candidates.tree for candidates in drafts]
-        rows = follow_chances(trees, self.estimate(*drafts))
-        max_nodes, chances, orders = max(map(len, rows)), [], []
-        for row in rows:
+    def rank(self, drafts: Sequence[Candidates]) -> list[tuple[list[float], list[int]]]:
+        """Return of each draft the chances of its nodes, best first, and these nodes."""
+        ranks = []
+        for row in follow_chances([c.tree for c in drafts], self.estimate(*drafts)):
             order = sorted(range(1, len(row)), key=row.__getitem__, reverse=True)
-            chances.append([row[node] for node in order] + [0.0] * (max_nodes - len(row)))
-            orders.append(order)
-        return chances, orders
+            ranks.append(([row[node] for node in order], order))
+        return ranks
 
     def record(self, drafts: Sequence[Candidates], paths: Sequence[Sequence[int]]) -> None:
         """Take which nodes were accepted, root first, to `learn` from them later."""
@@ -198,14 +195,13 @@ def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list
     return paths
 
 
-def sum_chances(
-    chances: Sequence[Sequence[float]] | Array, max_tokens: int
-) -> tuple[list[float], int]:
+def sum_chances(chances: Sequence[Sequence[float]], max_tokens: int) -> tuple[list[float], int]:
     """Return the tokens that so many nodes of all rows promise, [max_tokens].
 
-    And the nodes of the largest draft. chances: [B, N] of each row's paths, best first, then zeros.
+    And the nodes of the largest draft. chances: of each row's paths, [B] of any length, best first.
     """
-    totals = [float(sum(column)) for column in zip(*chances, strict=True)][:max_tokens]
+    columns = itertools.zip_longest(*chances, fillvalue=0.0)
+    totals = [float(sum(column)) for column in columns][:max_tokens]
     missing_totals = [0.0] * (max_tokens - len(totals))
     return [*itertools.accumulate(totals + missing_totals)], sum(n > 0 for n in totals)
 

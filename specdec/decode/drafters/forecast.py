@@ -67,6 +67,11 @@ class Forecast:
     gain: float = 1.0
     sure_gain: float = 0.0
 
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Return the drafters of the chain that do not draft."""
+        return self.drafter_set.left_out
+
 
 def forecast_steps(
     drafter_set: DrafterSet, num_rows: int, plain_seconds: float,

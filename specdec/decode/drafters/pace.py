@@ -23,7 +23,6 @@ from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
 from specdec.decode.drafters.calibration import Calibration, DrafterValue, sum_chances
 from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
-from specdec.engine.transfers import Array
 from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
@@ -136,21 +135,17 @@ class Pace:
         if max(remaining) <= 1 or not self.max_tokens:
             return False
         readers = frozenset(n for n, few in enumerate(unread_counts) if few > FEW_UNREAD_TOKENS)
-        if is_kept and readers <= self.left_out:
+        if is_kept and readers <= self.forecast.left_out:
             return True
         self.learn()
         seconds = self._estimate_steps(num_rows, num_prompt_tokens)
         self._step_seconds = (seconds + num_positions * self.costs.context).tolist()
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
-        num_unread = sum(n for number, n in enumerate(unread_counts) if number not in self.left_out)
+        left_out = self.forecast.left_out
+        num_unread = sum(n for number, n in enumerate(unread_counts) if number not in left_out)
         self._decide(num_unread, seconds_ahead)
         return self.drafts_on
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """Drafters of the chain that do not draft by the last plan."""
-        return self.forecast.drafter_set.left_out
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -180,7 +175,7 @@ class Pace:
         if not 0 < len(readers) < len(self.drafters):
             return True
         worth = max(self.value_drafter(number, self._num_rows) for number in readers)
-        is_repaid = self._price_reading(num_unread) <= seconds_ahead * worth / (1 + max(0.0, worth))
+        is_repaid = num_unread * self.costs.reading <= seconds_ahead * worth / (1 + max(0.0, worth))
         return is_repaid and self._may_read(num_unread, seconds_ahead)
 
     def _forecast(self, drafter_set: DrafterSet) -> Forecast:
@@ -219,7 +214,7 @@ class Pace:
         plain_seconds, forecast = self._step_seconds[0], self.forecast
         repaid_seconds = seconds_ahead * (1 - 1 / forecast.gain)
         self.is_trial = (
-            forecast.gain <= LEAST_GAIN or self._price_reading(num_unread) > repaid_seconds
+            forecast.gain <= LEAST_GAIN or num_unread * self.costs.reading > repaid_seconds
         )
         limit = self.account.find_limit(seconds_ahead)
         if not self.account.spent_seconds:
@@ -231,7 +226,7 @@ class Pace:
         may_lose = may_lose and self._may_read(num_unread, seconds_ahead)
         expected_loss = price + forecast.expected_seconds[size - 1]
         expected_loss -= plain_seconds * (1 + forecast.gains[size - 1])
-        reading_price = self._price_reading(min(num_unread, TRIAL_CHUNK_TOKENS))
+        reading_price = min(num_unread, TRIAL_CHUNK_TOKENS) * self.costs.reading
         expected_loss += COLD_SHARE * plain_seconds + reading_price
         was_on = self.drafts_on
         is_due = not self.is_trial or expected_loss <= self.account.trial_allowance
@@ -255,9 +250,9 @@ class Pace:
                 size -= 1
             self.max_levels = size
             return size, draft_seconds[size - 1]
-        whole_price = self._price_drafts(self.left_out, math.inf)
+        whole_price = self._price_drafts(forecast.left_out, math.inf)
         self.is_brief = whole_price > limit or self.is_trial
-        price = self._price_drafts(self.left_out, 1) if self.is_brief else whole_price
+        price = self._price_drafts(forecast.left_out, 1) if self.is_brief else whole_price
         if self.is_trial:
             return 1, price
         # Fewer nodes than pay would only lose what is left of the limit.
@@ -271,13 +266,10 @@ class Pace:
         num_steps = int(missing_seconds / (TRIAL_SHARE * self._step_seconds[0]))
         return min(max(MIN_REST_STEPS, num_steps), MAX_REST_STEPS)
 
-    def _price_reading(self, num_unread: int) -> float:
-        return num_unread * self.costs.reading
-
     def _may_read(self, num_unread: int, seconds_ahead: float) -> bool:
         """Return whether drafters may read unread tokens; `max_read` says how many."""
         self.max_read = None
-        price = self._price_reading(num_unread)
+        price = num_unread * self.costs.reading
         limit = self.account.find_reading_limit(seconds_ahead)
         if not price or self._num_rows == 1:
             return price <= limit
@@ -302,15 +294,14 @@ class Pace:
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
-    def value(self, chances: Array) -> Array:
+    def value(self, chances: Sequence[Sequence[float]]) -> list[float]:
         """Return the tokens that each row's draft promises beyond what its time would emit, [B].
 
-        chances: [B, N] of each row's paths, best first, then zeros.
+        chances: of each row's paths, [B] of any length.
         """
-        seconds = self._step_seconds
-        token_seconds = (seconds[-1] - seconds[0]) / max(1, (len(seconds) - 1) * self._num_rows)
-        worth = np.cumsum(chances - self.forecast.rate * token_seconds, axis=1)
-        return np.asarray(worth.max(axis=1, initial=0.0))
+        seconds, num_sizes = self._step_seconds, len(self._step_seconds) - 1
+        price = (seconds[-1] - seconds[0]) / max(1, num_sizes * self._num_rows) * self.forecast.rate
+        return [sum(chance - price for chance in row if chance > price) for row in chances]
 
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""
@@ -320,23 +311,23 @@ class Pace:
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
         """Return whether a draft in hand is worth more than one by later drafters of the chain."""
-        later_drafters = {*range(drafter + 1, len(self.drafters))} - self.left_out
+        later_drafters = {*range(drafter + 1, len(self.drafters))} - self.forecast.left_out
         values = [self.value_drafter(number, num_left) for number in later_drafters]
         return value > 0 and value >= max(values, default=0.0)
 
     def note(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
         """Take what drafts of some drafters promise, in whose place others' may come.
 
-        chances: [B, N] of each row's paths, best first, then zeros.
+        chances: of each row's paths, [B] of any length, best first.
         """
         if chances and self.forecast.drafter_set is not drafter_set:  # else `choose` takes them
             promised = sum_chances(chances, self.max_tokens)
             self._promises.append((drafter_set, len(chances), *promised))
 
-    def choose(self, chances: Sequence[Sequence[float]] | Array) -> int:
+    def choose(self, chances: Sequence[Sequence[float]]) -> int:
         """Return how many nodes of each row to verify besides the root.
 
-        chances: [B, N] of each row's paths, best first, then zeros.
+        chances: of each row's paths, [B] of any length, best first.
         """
         plain_seconds, *seconds = self._step_seconds
         promised_gains, num_nodes = sum_chances(chances, self.max_tokens)
@@ -372,11 +363,11 @@ class Pace:
         seconds = sum(estimate(n, levels, drafter) for drafter, n, levels in draft_calls)
         seconds += self._step_seconds[-1 if self.is_whole and size > 1 else size - 1]
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
-        self.account.read(self._price_reading(num_read), is_trial=self.is_trial)
+        self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)
         self.account.add(seconds - plain_seconds, lost_seconds, is_trial=self.is_trial)
         uses_by_drafter = {drafter: (n / rows, levels) for drafter, n, levels in draft_calls}
         for number, value in enumerate(self.drafters):
-            if number not in self.left_out:
+            if number not in self.forecast.left_out:
                 value.ask(*uses_by_drafter.get(number, (0.0, None)))
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
@@ -57,6 +55,8 @@ class PacedDrafter(JoinedDrafter):
         )  # fmt: skip
         self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
+        # By row, the chances of a draft's nodes, best first, and the nodes.
+        self._ranks: dict[int, tuple[list[float], list[int]]] = {}
         # Drafts in whose place another drafter's came, with the length of the text before.
         self._displaced: list[tuple[ActiveRequest, int, Candidates]] = []
 
@@ -86,7 +86,7 @@ class PacedDrafter(JoinedDrafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        self._drafts, self._displaced, self.num_prefilled = [], [], 0
+        self._drafts, self._ranks, self._displaced, self.num_prefilled = [], {}, [], 0
         if not (self._plan(requests) or self.is_fixed):
             return []
         self._drafts, self._draft_calls = list_roots(requests), []
@@ -138,7 +138,8 @@ class PacedDrafter(JoinedDrafter):
         """Return whether to ask a group at all."""
         if self.is_fixed or len(self.groups) == 1:
             return True
-        return group not in self.pace.left_out and self.pace.value_drafter(group, num_left) > 0
+        pace = self.pace
+        return group not in pace.forecast.left_out and pace.value_drafter(group, num_left) > 0
 
     def _draft(
         self, group: int, requests: Sequence[ActiveRequest], rows: Sequence[int]
@@ -153,10 +154,12 @@ class PacedDrafter(JoinedDrafter):
         if len(self.groups) == 1:
             return []
         pace, num_rows = self.pace, len(rows)
-        chances = pace.calibration.rank(drafts)[0]
+        ranks = pace.calibration.rank(drafts)
+        self._ranks |= zip(rows, ranks, strict=True)
+        chances = [row_chances for row_chances, _ in ranks]
         if group == 0:
             pace.note(pace.first, chances)
-        values = pace.value(np.array(chances)).tolist()
+        values = pace.value(chances)
         pace.drafters[group].record(values)
         if group == len(self.groups) - 1:
             return []
@@ -195,11 +198,12 @@ class PacedDrafter(JoinedDrafter):
             calibration.record([judged], [path])
 
     def _cut_drafts(self) -> None:
-        """Keep as many nodes of each tree as are worth their time, the likeliest.
-
-        A parent's chance is never the smaller.
-        """
-        chances, orders = self.pace.calibration.rank(self._drafts)
+        """Keep the likeliest nodes of each tree, as many as are worth their time."""
+        if len(self.groups) == 1 or self.names:
+            ranks = self.pace.calibration.rank(self._drafts)
+        else:  # each draft was ranked when it was made
+            ranks = [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
+        chances = [row_chances for row_chances, _ in ranks]
         rows = zip(chances, self._drafts, strict=True)
         self.pace.note(self.pace.others, [row for row, c in rows if c.source and any(row)])
         # A prompt that is not read yet may promise something still.
@@ -210,5 +214,5 @@ class PacedDrafter(JoinedDrafter):
             candidates
             if candidates.draft_probs is not None or candidates.tree.num_draft_tokens <= max_nodes
             else candidates.keep([0, *sorted(order[:max_nodes])])
-            for candidates, order in zip(self._drafts, orders, strict=True)
+            for candidates, (_, order) in zip(self._drafts, ranks, strict=True)
         ]
