@@ -46,6 +46,7 @@ from specdec.files.backends import BACKENDS, TENSORRT, read_backend
 from specdec.files.engine_cache import EngineUse
 from specdec.model.tensors import EMBEDDING
 from specdec.system import logs
+from specdec.system.memory import leave_out_objects
 
 logger = logs.get_logger(__name__)
 # New tokens, of all texts of a call together, for which a plain engine measures nothing by itself.
@@ -103,6 +104,7 @@ class TorchEngine:
         except BaseException:
             self.close()
             raise
+        leave_out_objects()
         self.load_seconds = time.perf_counter() - start_seconds
         self.timing = Timing()
 

@@ -1,4 +1,4 @@
-"""Python's search for garbage, which what makes many objects at once is faster without."""
+"""Python's search for garbage, which takes longer the more objects there are."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def pause_collection() -> Iterator[None]:
     finally:
         if is_collecting:
             gc.enable()
+
+
+def leave_out_objects() -> None:
+    """Leave all objects of now out of later searches for garbage, unless some are left out already.
+
+    A search among all that an engine's process has imported takes 0.1 s, in the middle of a step.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()

@@ -282,6 +282,17 @@ def test_a_stream_gives_the_text_of_generate(engine: Engine) -> None:
         assert stop not in output.text or "stop" not in settings
 
 
+def test_loading_leaves_imports_out_of_searches_for_garbage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [0]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts[-1])
+    monkeypatch.setattr(gc, "freeze", lambda: counts.append(len(counts)))
+    for _ in range(2):
+        load(folder).close()
+    assert counts == [0, 1], "the first load alone"
+
+
 def test_an_abandoned_stream_frees_its_row(engine: Engine, expected: list[list[int]]) -> None:
     """Two rows: a third stream gets one as soon as another is closed or forgotten."""
     assert engine.max_batch_size == 2
