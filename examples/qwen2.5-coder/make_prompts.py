@@ -94,7 +94,6 @@ def main() -> None:
         kept = [
             text
             for text in sort_by_hash({text.strip() for text in texts} - known_texts)
-            if text.isprintable() or "\n" in text
             if len(text) <= MAX_CHARACTERS and known_runs.isdisjoint(list_runs(text))
         ]
         prompts += kept[:count]

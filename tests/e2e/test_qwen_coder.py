@@ -1,9 +1,11 @@
-"""examples/qwen2.5-coder/get.py joins the parts of a file, and goes on where it stopped."""
+"""examples/qwen2.5-coder: parts of a file are joined, from where it stopped; training prompts."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import runpy
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,44 @@ def test_other_bytes_are_never_taken_for_the_model(
     monkeypatch.setitem(script, "FILE_BYTES", 1 << 60)
     with pytest.raises(SpecDecError, match="what is left of"):
         script["get_model"]()
+
+
+def test_prompts_are_of_each_kind_and_of_no_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too long ones, known ones and a benchmark's are left out; of each kind there are enough."""
+    names = runpy.run_path(str(ROOT / "examples/qwen2.5-coder/make_prompts.py"))
+    benchmark = "How many sheep are there if one of nine sheep runs away today?"
+
+    def write(name: str, rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    problems = [f"There are {n} sheep." for n in range(names["NUM_PROBLEMS"] + 5)]
+    write("gsm8k/grade_school_math/data/train.jsonl", [
+        {"question": text} for text in [benchmark, "long " * 300, *problems]
+    ])  # fmt: skip
+    asked = {"instruction": "Shorten this.", "instances": [{"input": ""}]}
+    for name in ("human_eval/user_oriented_instructions.jsonl", "data/seed_tasks.jsonl"):
+        write(f"instruct/{name}", [asked])
+    for _, tasks in names["KINDS"].values():
+        for task in tasks:
+            write(f"instruct/{names['TASKS']}/{task}.jsonl", [{"prompt": f"By {task}?\n"}])
+    turns = ["Translate this: Haus.", "def f(x):", "Write Python.", "Tell me a joke.", "def g(x):"]
+    output = tmp_path / "prompts.jsonl"
+    arguments = {
+        "--gsm8k": str(tmp_path / "gsm8k"), "--self-instruct": str(tmp_path / "instruct"),
+        "--turns": write("turns.jsonl", [{"prompt": text} for text in turns]),
+        "--without": write("question.jsonl", [{"turns": [benchmark.upper()]}]),
+        "--known": write("known.jsonl", [{"prompt": "def g(x):"}]), "--output": str(output),
+    }  # fmt: skip
+    words = [word for argument in arguments.items() for word in argument]
+    monkeypatch.setattr(sys, "argv", ["make_prompts.py", *words])
+    names["main"]()
+    made = {json.loads(line)["prompt"] for line in output.read_text().splitlines()}
+    tasks = {f"By {task}?" for _, tasks in names["KINDS"].values() for task in tasks}
+    others = {"Shorten this.", "Translate this: Haus.", "def f(x):", "Write Python."}
+    assert made - set(problems) == tasks | others
+    assert len(made & set(problems)) == names["NUM_PROBLEMS"]
