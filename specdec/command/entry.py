@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
 
+NEW_OBJECTS = 10_000  # between two searches for garbage: imports alone make 200,000
+
 
 def main(stage: str = "") -> None:
     """Run `specdec`, or `specdec-STAGE`."""
+    gc.set_threshold(NEW_OBJECTS)
     end_by_sigint()
     open_streams()
     from specdec.command.stages import group, load_command, run_command

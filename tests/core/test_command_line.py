@@ -424,6 +424,20 @@ def test_closed_streams_are_the_null_device(closed: str, tmp_path: Path) -> None
     assert int(told.read_text()) > 2
 
 
+def test_imports_are_seldom_searched_for_garbage() -> None:
+    code = (
+        "import gc, sys\n"
+        "from specdec.command import entry\n"
+        "sys.argv[1:] = ['--version']\n"
+        "try:\n"
+        "    entry.main()\n"
+        "finally:\n"
+        "    print(gc.get_threshold()[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["specdec", __version__, str(entry.NEW_OBJECTS)], done.stderr
+
+
 def test_an_ignored_sigint_stays_ignored() -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code += SIGNALLED.format(name="SIGINT", stage="main")
