@@ -33,15 +33,17 @@ def find_size(counts: Array) -> int | None:
     return -(-size // ROUNDING) * ROUNDING
 
 
-def choose_draft_tokens(option: str, counts: Array, start_size: int | None = None) -> Tensor | None:
+def choose_draft_tokens(
+    option: str, counts: Array, start_tokens: Tensor | None = None
+) -> Tensor | None:
     """Return the most frequent tokens of the data, rising; None for all.
 
-    option: `auto`, `full` or their number. start_size: of the drafter that is trained further, to
-    which `auto` keeps.
+    option: `auto`, `full` or their number. start_tokens: of the drafter that is trained further,
+    which `auto` and their number keep, whatever the data has.
     """
     size: int | None = len(counts)
     if option == "auto":
-        size = find_size(counts) if start_size is None else start_size
+        size = find_size(counts) if start_tokens is None else len(start_tokens)
         if size is None:
             logger.info(
                 "--eagle-draft-vocab-size auto: %s, of which %d tokens occur once, are too few to"
@@ -52,10 +54,14 @@ def choose_draft_tokens(option: str, counts: Array, start_size: int | None = Non
         size = int(option)
     if size is None or size >= len(counts):
         return None
-    order = torch.sort(torch.from_numpy(counts), descending=True, stable=True)
+    if start_tokens is not None and len(start_tokens) == size:
+        tokens = start_tokens
+    else:
+        order = torch.sort(torch.from_numpy(counts), descending=True, stable=True)
+        tokens = order.indices[:size].sort().values
+    share = float(counts[tokens.numpy()].sum()) / max(1, counts.sum())
     logger.info(
         "--eagle-draft-vocab-size %s: %d of %d tokens are drafted, %.2f%% of the data's %s",
-        option, size, len(counts), 100 * float(order.values[:size].sum()) / max(1, counts.sum()),
-        count(int(counts.sum()), "label"),
+        option, size, len(counts), 100 * share, count(int(counts.sum()), "label"),
     )  # fmt: skip
-    return order.indices[:size].sort().values
+    return tokens

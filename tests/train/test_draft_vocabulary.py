@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.train import draft_vocabulary
 from specdec.train.draft_vocabulary import MIN_LABELS, ROUNDING, choose_draft_tokens, find_size
@@ -63,10 +64,24 @@ def test_what_was_asked_for_is_drafted() -> None:
     for option, expected in (("2", [2, 3]), ("3", [0, 2, 3]), ("5", None), ("full", None)):
         tokens = choose_draft_tokens(option, counts)
         assert (None if tokens is None else tokens.tolist()) == expected
-    start = choose_draft_tokens("auto", counts, 3)
-    assert start is not None
-    assert start.tolist() == [0, 2, 3], "as many as the drafter has that is trained further"
-    assert choose_draft_tokens("auto", counts, 5) is None
+
+
+def test_a_drafter_that_is_trained_further_keeps_its_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The share of the data is that of these tokens, not of as many that are more frequent."""
+    logging.getLogger("specdec").propagate = True
+    caplog.set_level(logging.INFO)
+    counts = np.array([5, 0, 9, 9, 1])
+    for option in ("auto", "3"):
+        tokens = choose_draft_tokens(option, counts, torch.tensor([0, 1, 4]))
+        assert tokens is not None
+        assert tokens.tolist() == [0, 1, 4]
+        assert "3 of 5 tokens are drafted, 25.00% of the data's 24 labels" in caplog.messages[-1]
+    other = choose_draft_tokens("2", counts, torch.tensor([0, 1, 4]))
+    assert other is not None
+    assert other.tolist() == [2, 3]
+    assert choose_draft_tokens("auto", counts, torch.arange(5)) is None
 
 
 def test_a_training_says_how_many_tokens_it_drafts(

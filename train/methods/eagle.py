@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.files.tensor_file import TensorFile
+from specdec.files.torch_tensors import to_tensor
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
@@ -57,12 +59,15 @@ def choose_vocabulary(settings: TrainSettings, target: FrozenTarget) -> Tensor |
     option = as_options(settings, EagleTrain).eagle_draft_vocab_size
     if option == "auto" and settings.self_distillation != 1:
         return None  # the text's tokens are learned, too, and are to be drafted
-    start_size = None
+    start_tokens = None
     if settings.start_from is not None:
-        tensors = TensorFile(settings.start_from / METHOD.weights_name).tensors
-        start_size = tensors["d2t"].num_rows if "d2t" in tensors else target.shape.vocab_size
+        start_tokens = torch.arange(target.shape.vocab_size)
+        file = TensorFile(settings.start_from / METHOD.weights_name)
+        if (info := file.tensors.get("d2t")) is not None:
+            offsets = to_tensor(file.read("d2t"), info.dtype)
+            start_tokens = offsets + torch.arange(len(offsets))
     assert target.token_counts is not None
-    return choose_draft_tokens(option, target.token_counts, start_size)
+    return choose_draft_tokens(option, target.token_counts, start_tokens)
 
 
 def describe_layers(
