@@ -202,8 +202,7 @@ class Pace:
             if number not in left_out:
                 levels = min(num_levels or drafter.num_levels, drafter.max_depth)
                 rows = self._num_rows * drafter.share
-                price = self.costs.estimate_draft(max(1.0, rows), levels, number)
-                total += min(1.0, rows) * price
+                total += min(1.0, rows) * self.costs.estimate_draft(max(1.0, rows), levels, number)
         return total
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:

@@ -197,12 +197,15 @@ class PacedDrafter(JoinedDrafter):
             judged, path = follow_text(candidates, request.output_ids[start:])
             calibration.record([judged], [path])
 
+    def _rank_drafts(self) -> list[tuple[list[float], list[int]]]:
+        """Rank each draft's nodes, if that was not done when it was made."""
+        if len(self.groups) == 1 or self.names:
+            return self.pace.calibration.rank(self._drafts)
+        return [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
+
     def _cut_drafts(self) -> None:
         """Keep the likeliest nodes of each tree, as many as are worth their time."""
-        if len(self.groups) == 1 or self.names:
-            ranks = self.pace.calibration.rank(self._drafts)
-        else:  # each draft was ranked when it was made
-            ranks = [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
+        ranks = self._rank_drafts()
         chances = [row_chances for row_chances, _ in ranks]
         rows = zip(chances, self._drafts, strict=True)
         self.pace.note(self.pace.others, [row for row, c in rows if c.source and any(row)])
