@@ -294,10 +294,7 @@ class Pace:
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
     def value(self, chances: Sequence[Sequence[float]]) -> list[float]:
-        """Return the tokens that each row's draft promises beyond what its time would emit, [B].
-
-        chances: of each row's paths, [B] of any length.
-        """
+        """Return the tokens that each row's paths promise beyond what their time emits, [B]."""
         seconds, num_sizes = self._step_seconds, len(self._step_seconds) - 1
         price = (seconds[-1] - seconds[0]) / max(1, num_sizes * self._num_rows) * self.forecast.rate
         return [sum(chance - price for chance in row if chance > price) for row in chances]
