@@ -3,8 +3,9 @@
 
     python average.py FIRST SECOND --output-dir OUTPUT
 
-The mean of weights that share a beginning does better on texts of both trainings than either (model
-soups, https://arxiv.org/abs/2203.05482). The configuration is the second's.
+Where trainings share a beginning, the mean of their weights may draft as well as the better of them
+on texts of both kinds (model soups, https://arxiv.org/abs/2203.05482). The configuration is the
+second's.
 """
 
 from __future__ import annotations

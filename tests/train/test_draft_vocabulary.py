@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from specdec.errors import SpecDecError
 from specdec.train import draft_vocabulary
 from specdec.train.draft_vocabulary import MIN_LABELS, ROUNDING, choose_draft_tokens, find_size
+from specdec.train.methods import eagle
 
 EAGLE3 = ("--method", "eagle", "--eagle-version", 3, "--max-steps", 1, "--eval-prompts", 0)
 
@@ -82,6 +85,13 @@ def test_a_drafter_that_is_trained_further_keeps_its_tokens(
     assert other is not None
     assert other.tolist() == [2, 3]
     assert choose_draft_tokens("auto", counts, torch.arange(5)) is None
+
+
+def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    save_file({"d2t": torch.tensor([0, 2, 5])}, tmp_path / eagle.METHOD.weights_name)
+    assert eagle.read_draft_tokens(tmp_path, 8).tolist() == [0, 3, 7]
+    with pytest.raises(SpecDecError, match="drafts tokens from 0 to 7, the model has 7"):
+        eagle.read_draft_tokens(tmp_path, 7)
 
 
 def test_a_training_says_how_many_tokens_it_drafts(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import to_tensor
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
@@ -61,13 +62,25 @@ def choose_vocabulary(settings: TrainSettings, target: FrozenTarget) -> Tensor |
         return None  # the text's tokens are learned, too, and are to be drafted
     start_tokens = None
     if settings.start_from is not None:
-        start_tokens = torch.arange(target.shape.vocab_size)
-        file = TensorFile(settings.start_from / METHOD.weights_name)
-        if (info := file.tensors.get("d2t")) is not None:
-            offsets = to_tensor(file.read("d2t"), info.dtype)
-            start_tokens = offsets + torch.arange(len(offsets))
+        start_tokens = read_draft_tokens(settings.start_from, target.shape.vocab_size)
     assert target.token_counts is not None
     return choose_draft_tokens(option, target.token_counts, start_tokens)
+
+
+def read_draft_tokens(folder: Path, vocab_size: int) -> Tensor:
+    """Return the tokens that a written drafter drafts; SpecDecError beyond the vocabulary."""
+    file = TensorFile(folder / METHOD.weights_name)
+    if (info := file.tensors.get("d2t")) is None:
+        return torch.arange(vocab_size)
+    offsets = to_tensor(file.read("d2t"), info.dtype)
+    tokens = offsets + torch.arange(len(offsets))
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise SpecDecError(
+            f"--start-from: {file.path} drafts tokens from {int(tokens.min())} to"
+            f" {int(tokens.max())}, the model has {vocab_size}",
+            "give a drafter that was trained for this model",
+        )
+    return tokens
 
 
 def describe_layers(

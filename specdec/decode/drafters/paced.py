@@ -198,7 +198,7 @@ class PacedDrafter(JoinedDrafter):
             calibration.record([judged], [path])
 
     def _rank_drafts(self) -> list[tuple[list[float], list[int]]]:
-        """Rank each draft's nodes, if that was not done when it was made."""
+        """Rank each draft's nodes, unless that was done when it was made, and all are kept."""
         if len(self.groups) == 1 or self.names:
             return self.pace.calibration.rank(self._drafts)
         return [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
