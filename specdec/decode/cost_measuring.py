@@ -39,8 +39,13 @@ COUNTED_STEPS = 2  # of one kind in a row
 PLAIN_WARM_STEPS = 5  # plain steps before those that are counted
 PLAIN_COUNTED_STEPS = 6  # plain steps in a row
 MAX_ROUNDS = 8  # in which each kind of step has its turn
-SHORT_PROMPT = 8  # tokens of a prompt
-LONG_PROMPT = FEW_UNREAD_TOKENS + 16  # tokens of a prompt whose reading is measured
+SLOW_SECONDS = 0.01  # of a plain step that reads so much that it leaves nothing in caches
+DEAR_RATIO = 2.0  # of a step's seconds to a plain one's, above which computing sets its time
+LEAST_PROMPT = 2  # tokens of a prompt, where reading it takes long
+SHORT_PROMPT = 8  # tokens of a prompt whose reading is not measured, at most
+READ_TOKENS = 16  # of a prompt whose reading is measured, at least
+LONG_PROMPT = FEW_UNREAD_TOKENS + 16  # tokens of a prompt that is read where that takes little time
+PROMPT_SECONDS = 0.3  # that reading the prompts of one batch may take
 ROWS_FACTOR = 4  # from one measured number of requests to the next
 FAR_POSITION = 1024  # positions in the cache by which the context's price is measured
 MIN_FAR_POSITION = 128  # where an engine has room for fewer, the context costs nothing
@@ -57,14 +62,12 @@ FREE_COSTS = CostTable(steps=Grid(((1, Curve((1,), (1.0,))),)), drafts=(NO_COSTS
 class StepKind:
     """One kind of step: nodes a row that are verified, levels that are drafted at most.
 
-    is_deep: whether a draft has all levels that it can have. is_extreme: whether it is the least or
-    the most that can be drafted.
+    is_deep: whether a draft has all levels that it can have.
     """
 
     size: int
     num_levels: int = 0
     is_deep: bool = True
-    is_extreme: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +127,15 @@ class Probe(PacedDrafter):
         self.seconds = self._clock() - start_time
         if self.is_indivisible or any(c.draft_probs is not None for c in drafts):
             return drafts
-        self._drafts = [self._fill(candidates) for candidates in drafts]
+        self._drafts = [self._fit(candidates) for candidates in drafts]
         return self._drafts
 
-    def _fill(self, candidates: Candidates) -> Candidates:
-        """Lengthen what was drafted to as many nodes as are to be verified."""
+    def _fit(self, candidates: Candidates) -> Candidates:
+        """Lengthen or shorten a draft to as many nodes as are to be verified."""
         tree, size = candidates.tree, self.pace.kind.size
         num_missing = size - tree.num_nodes
         if num_missing <= 0:
-            return candidates
+            return candidates.keep(range(size)) if num_missing else candidates
         last_node, depth = tree.num_nodes - 1, int(tree.depths[-1])
         return Candidates(
             Tree(
@@ -167,13 +170,13 @@ class Measuring:
     @torch.inference_mode()
     def measure(self) -> tuple[CostTable, bool]:
         """Return the table, and whether the machine was quiet meanwhile."""
-        # What has the largest trees measures all steps, the others only their drafts.
+        # The drafter with the largest trees measures all steps, the others only their drafts.
         order = sorted(enumerate(self._probes), key=lambda probe: -probe[1].max_draft_tokens)
+        self._start(1, order[0][1], LEAST_PROMPT)  # memory and threads are ready after it
         for num_rows in self._list_rows():
             for turn, (number, probe) in enumerate(order):
-                if not (self._steps.has(num_rows) and self._is_late):
-                    kinds = self._list_kinds(probe)
-                    kinds = [k for k in kinds if not turn or k.is_extreme]
+                if not (self._has_all(num_rows, number) and self._is_late):
+                    kinds = _list_drafts(probe) if turn else _list_steps(probe)
                     self._measure_rows(num_rows, number, kinds, len(order) - turn)
             if self._is_late:
                 break
@@ -190,6 +193,11 @@ class Measuring:
     def _is_late(self) -> bool:
         return self._clock() > self._deadline
 
+    def _has_all(self, num_rows: int, number: int) -> bool:
+        """Return whether steps of so many requests were measured, and a drafter's drafts of any."""
+        has_drafts = not self._drafts or not self._drafts[number].is_empty
+        return self._steps.has(num_rows) and has_drafts
+
     def _list_rows(self) -> list[int]:
         """List the numbers of requests to measure: one, all, then some between."""
         max_rows, numbers_between = self._max_batch_size, list[int]()
@@ -197,50 +205,69 @@ class Measuring:
             numbers_between.append(number)
         return [*dict.fromkeys((1, max_rows, *numbers_between))]
 
-    def _list_kinds(self, probe: Probe) -> list[StepKind]:
-        """List the kinds of steps of a drafter: plain ones, and drafted ones by powers of two."""
-        max_tokens = probe.max_draft_tokens
-        if not max_tokens:
-            return [StepKind(1)]
-        if probe.is_indivisible:
-            return [StepKind(1), StepKind(max_tokens + 1, is_extreme=True)]
-        sizes = sorted({*(2**n for n in range(1, max_tokens.bit_length())), max_tokens + 1})
-        kinds = [
-            StepKind(size, size - 1, is_extreme=size in (sizes[0], sizes[-1])) for size in sizes
-        ]
-        if probe.max_draft_depth > 1 and not probe.pace.is_planned:
-            kinds.insert(0, StepKind(2, 1, is_deep=False, is_extreme=True))
-        return [StepKind(1), kinds[-1], *kinds[:-1]]
-
     def _measure_rows(
         self, num_rows: int, number: int, kinds: Sequence[StepKind], num_left: int
     ) -> None:
-        """Measure kinds of steps with a drafter; num_left: drafters that are measured yet."""
+        """Measure kinds of steps, smallest first, with a drafter.
+
+        num_left: drafters that are measured yet. A kind that takes n times a plain step's time has
+        every n-th turn. Sizes beyond one that is dear have none: they lie on a line.
+        """
         probe = self._probes[number]
-        seconds_left = max(0.0, self._deadline - self._clock()) / num_left
-        share = 0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.7
-        end_time = self._clock() + seconds_left * share
+        seconds_left = max(0.0, self._deadline - self._clock())
+        share = 0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.9
+        end_time = self._clock() + seconds_left * share * 3 / (2 + num_left)
+        reads = num_rows == 1 and probe is self._probes[-1]  # it alone may be one that reads
         batch: Batch | None = None
         for turn in range(1 + MAX_ROUNDS):  # the first warms everything up
+            prompt_length = self._fit_prompt(num_rows)
+            read_length = self._fit_read_prompt(probe)
+            if reads and (turn == 1 or (turn == 2 and read_length <= self._count_affordable(1))):
+                batch, prompt_length = None, read_length
             for kind in kinds:
-                if turn and self._clock() > end_time and self._steps.has(num_rows):
-                    return
-                needed_tokens = self._count_needed(probe)
-                if batch is None or not _has_room(batch, needed_tokens):
-                    batch = self._start(num_rows, number, probe)
+                if turn % max(1, int(self._find_ratio(num_rows, kind))) == 0:
+                    if turn and self._clock() > end_time:
+                        return
+                    if batch is None or not _has_room(batch, self._count_needed(probe)):
+                        batch = self._start(num_rows, probe, prompt_length)
                     if batch is None:
                         return
-                self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
+                    self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
+                if self._find_ratio(num_rows, kind) > DEAR_RATIO:
+                    break
+
+    def _is_slow(self, num_rows: int) -> bool:
+        return self._steps.find_least(num_rows) > SLOW_SECONDS
+
+    def _find_ratio(self, num_rows: int, kind: StepKind) -> float:
+        """Return how many times a plain step's time a kind takes; 0 where it is not measured."""
+        plain_seconds = self._steps.find_least(num_rows) or np.inf
+        return self._steps.find_least(num_rows, kind.size) / plain_seconds
 
     def _count_needed(self, probe: Probe) -> int:
         """Return the tokens that the steps of one kind emit at most."""
         drafted = (WARM_STEPS + COUNTED_STEPS) * (probe.max_draft_tokens + 2)
         return max(drafted, PLAIN_WARM_STEPS + PLAIN_COUNTED_STEPS + 1)
 
-    def _start(self, num_rows: int, number: int, probe: Probe) -> Batch | None:
+    def _count_affordable(self, num_rows: int) -> int:
+        """Count the tokens of each prompt that are worth their time here."""
+        price = min((seconds / tokens for tokens, seconds in self._prompts.items()), default=0.0)
+        return int(PROMPT_SECONDS / max(1e-9, price * num_rows))
+
+    def _fit_prompt(self, num_rows: int) -> int:
+        return min(max(LEAST_PROMPT, self._count_affordable(num_rows) // 4), SHORT_PROMPT)
+
+    def _fit_read_prompt(self, probe: Probe) -> int:
+        """Return the tokens of a prompt whose reading is measured.
+
+        Beside the least there are tokens that a step may bring, which are read in each draft.
+        """
+        least = READ_TOKENS + probe.max_draft_depth + 1
+        return min(max(least, self._count_affordable(1)), LONG_PROMPT)
+
+    def _start(self, num_rows: int, probe: Probe, prompt_length: int) -> Batch | None:
         """Begin texts, and read their prompts; None where the engine has no room for any."""
         needed_tokens = 2 * self._count_needed(probe)
-        prompt_length = LONG_PROMPT if num_rows == 1 else SHORT_PROMPT
         text_length = min(self._max_seq_len, prompt_length + max(needed_tokens, 256))
         prompt_length = min(prompt_length, max(1, text_length - needed_tokens))
         if text_length <= prompt_length + probe.max_draft_tokens + 2:
@@ -269,6 +296,7 @@ class Measuring:
     def _time_steps(
         self, batch: Batch, number: int, probe: Probe, kind: StepKind, *, is_counted: bool
     ) -> None:
+        """Time steps of one kind; of an engine whose steps leave nothing in caches, one."""
         num_rows = len(batch.scheduler.active)
         probe.pace.kind = kind
         num_warm, num_counted = WARM_STEPS, COUNTED_STEPS
@@ -280,19 +308,23 @@ class Measuring:
             batch.step()
             seconds = self._clock() - start_time
             drafting = probe.seconds if kind.size > 1 else 0.0
-            if probe.num_prefilled > FEW_UNREAD_TOKENS:
+            if probe.num_prefilled >= (READ_TOKENS if num_rows == 1 else LONG_PROMPT):
                 self._reading.append(
                     ReadingTime(
                         number, num_rows, max(1, probe.num_levels), probe.num_prefilled, drafting
                     )
                 )
                 continue
-            if step < num_warm and self._steps.has(num_rows, kind.size):
+            is_slow = self._is_slow(num_rows)
+            if step < num_warm and self._steps.has(num_rows, kind.size) and not is_slow:
                 continue
+            is_counted = is_counted or is_slow
             self._steps.add(num_rows, kind.size, seconds - drafting, is_counted=is_counted)
             if kind.size > 1:
                 levels = max(1, probe.num_levels)
                 self._drafts[number].add(num_rows, levels, drafting, is_counted=is_counted)
+            if self._is_slow(num_rows):
+                break
 
     def _measure_context(self) -> float:
         """Return the seconds that a position in the cache adds to a step."""
@@ -302,7 +334,7 @@ class Measuring:
         cache = self._decoder.make_cache(1, far_position + 1)
         cache.blocks.fill_(CACHE_FILLING)
         times: dict[int, list[float]] = {1: [], far_position: []}
-        for _ in range(1 + CONTEXT_TURNS):
+        for turn in range(1 + CONTEXT_TURNS):
             for past, seconds in times.items():
                 cache.fill(past)
                 step = Step(
@@ -313,7 +345,7 @@ class Measuring:
                 states = self._decoder.forward(step, cache)
                 self._decoder.compute_logits(states).sum().item()  # waits for a device
                 seconds.append(self._clock() - start_time)
-            if self._clock() > self._deadline + MAX_SECONDS / 3:
+            if turn and self._clock() > self._deadline:
                 break
         near_seconds, far_seconds = (min(seconds[1:] or seconds) for seconds in times.values())
         return max(0.0, far_seconds - near_seconds) / (far_position - 1)
@@ -332,7 +364,18 @@ class _Times:
 
     def has(self, num_rows: int, size: int = 1) -> bool:
         """Return whether steps of a size were measured, or of any but for warming up."""
-        return bool(self._seconds[num_rows][size] or self._warming_seconds[num_rows][size])
+        return bool(self._list_seconds(num_rows, size))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._seconds or self._warming_seconds)
+
+    def find_least(self, num_rows: int, size: int = 1) -> float:
+        """Return the least seconds of steps of a size; 0 where none were measured."""
+        return min(self._list_seconds(num_rows, size), default=0.0)
+
+    def _list_seconds(self, num_rows: int, size: int) -> list[float]:
+        return self._seconds[num_rows][size] or self._warming_seconds[num_rows][size]
 
     def make_grid(self) -> Grid:
         """Return the lower quartile of each."""
@@ -340,8 +383,7 @@ class _Times:
         for num_rows in sorted({*self._seconds, *self._warming_seconds}):
             low_seconds: dict[int, float] = {}
             for size in {*self._seconds[num_rows], *self._warming_seconds[num_rows]}:
-                measured = self._seconds[num_rows][size] or self._warming_seconds[num_rows][size]
-                if measured:
+                if measured := self._list_seconds(num_rows, size):
                     low_seconds[size] = find_quartile(measured)
             if low_seconds:
                 curves[num_rows] = smooth(low_seconds)
@@ -358,9 +400,41 @@ class _Times:
         return statistics.median(ratios) if ratios else 1.0
 
 
+def _list_steps(probe: Probe) -> list[StepKind]:
+    """List the kinds of steps to measure with a drafter: plain ones, and by powers of two."""
+    max_tokens = probe.max_draft_tokens
+    if not max_tokens:
+        return [StepKind(1)]
+    if probe.is_indivisible:
+        return [StepKind(1), StepKind(max_tokens + 1)]
+    brief = _list_brief(probe)
+    sizes = {*(2**n for n in range(1, max_tokens.bit_length())), max_tokens + 1}
+    sizes -= {kind.size for kind in brief if max_tokens > 1}
+    return [StepKind(1), *brief, *(StepKind(size, size - 1) for size in sorted(sizes))]
+
+
+def _list_drafts(probe: Probe) -> list[StepKind]:
+    """List the kinds of steps that tell what the least and the most drafts cost."""
+    max_tokens = probe.max_draft_tokens
+    if probe.is_indivisible:
+        return [StepKind(max_tokens + 1)]
+    return [*(_list_brief(probe) or [StepKind(2, 1)]), StepKind(2, max_tokens)]
+
+
+def _list_brief(probe: Probe) -> list[StepKind]:
+    """Return the step with a draft of one level, if the drafter has others and asks for each."""
+    has_levels = probe.max_draft_depth > 1 and not probe.pace.is_planned
+    return [StepKind(2, 1, is_deep=False)] if has_levels else []
+
+
 def find_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile: others only delay, and of more steps the least is less."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
+    """Return the lower quartile: others only delay, and of more steps the least is less.
+
+    Of n in order it is the (n + 1) / 4-th, or lies as far between two, so that few steps are not
+    the cheaper or the dearer for it.
+    """
+    ordered, place = sorted(seconds), max(0.0, (len(seconds) + 1) / 4 - 1)
+    return float(np.interp(place, range(len(ordered)), ordered))
 
 
 def _has_room(batch: Batch, num_tokens: int) -> bool:

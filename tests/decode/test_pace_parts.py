@@ -453,6 +453,21 @@ def test_later_drafters_are_asked_for_what_the_first_has_nothing_for() -> None:
     assert drafter.pace.drafters[1].share == pytest.approx(1 - 0.5 / 8)
 
 
+def test_the_better_draft_is_kept_and_the_text_judges_the_other() -> None:
+    """The second promised more than the first, and then has less; next time it has more."""
+    costs = CostTable(
+        steps=make_grid(lambda tokens: 1.0 + 0.002 * tokens), drafts=(make_grid(lambda _: 0.01),) * 2
+    )  # fmt: skip
+    fair = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.5])
+    for confidence, tokens, source in ((0.2, [7, 1, 2], 0), (0.9, [7, 4, 5], 1)):
+        other = make_draft([7, 4, 5], [-1, 0, 1], [1.0, confidence, confidence])
+        drafter = PacedDrafter([[Scripted({7: fair})], [Scripted({7: other})]], costs)
+        (kept,) = drafter.propose(make_requests(7))
+        assert (kept.tree.tokens.tolist(), kept.source) == (tokens, source)
+        ((_, _, judged),) = drafter._displaced
+        assert judged.source == 1 - source
+
+
 def test_members_of_a_group_share_a_tree_and_chains_are_their_best_paths() -> None:
     one = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.8, 0.8])
     two = make_draft([7, 3, 1], [-1, 0, 0], [1.0, 0.7, 0.9])

@@ -158,6 +158,22 @@ def test_levels_end_where_another_is_not_worth_its_price() -> None:
     assert 0 < prices[1] < prices[0] < 0.3
 
 
+def test_large_steps_that_never_pay_make_no_small_draft_dear() -> None:
+    """Up to 4 tokens a step costs next to nothing, beyond them what a plain one does for each."""
+
+    def cost(tokens: int) -> float:
+        return 1.0 + 0.01 * min(tokens, 4) + 1.0 * max(0, tokens - 4)
+
+    pace = Pace(16, make_costs(step=cost, draft=lambda levels: 0.01 * levels))
+    assert pace.plan([100])
+    assert pace.forecast.best_size == 3
+    assert pace.price_level() < 0.1
+    likely, unlikely = [0.5, 0.3, 0.2, 0.1], [0.01, 0.005]
+    values = pace.value([likely, unlikely, []])
+    assert values[0] == pytest.approx(1.0 - 0.03 * pace.forecast.rate, abs=0.01), "three of them"
+    assert values[1:] == [pytest.approx(0, abs=0.01), 0.0]
+
+
 def test_a_brief_draft_is_verified_where_that_beats_a_plain_step() -> None:
     """Longer drafts would promise more a second, and are not allowed yet: one level is."""
     costs = make_costs(

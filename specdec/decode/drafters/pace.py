@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -287,17 +288,26 @@ class Pace:
         """
         if self.is_brief:
             return math.inf
-        seconds = self._step_seconds[1:]  # that a draft is verified at all is paid for already
-        token_seconds = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+        # That a draft is verified at all is paid for already. Up to the best size, a level's token
+        # costs what one of these does on average: beyond it costs may rise far more steeply.
+        last = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
+        token_seconds = (self._step_seconds[last] - self._step_seconds[1]) / max(1, last - 1)
         one_level, two_levels = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
     def value(self, chances: Sequence[Sequence[float]]) -> list[float]:
-        """Return the tokens that each row's paths promise beyond what their time emits, [B]."""
-        seconds, num_sizes = self._step_seconds, len(self._step_seconds) - 1
-        price = (seconds[-1] - seconds[0]) / max(1, num_sizes * self._num_rows) * self.forecast.rate
-        return [sum(chance - price for chance in row if chance > price) for row in chances]
+        """Return the tokens that each row's paths promise beyond what their time emits, [B].
+
+        chances: as in `choose`; of each row as many count as promise the most.
+        """
+        plain_seconds, *seconds = self._step_seconds
+        row_rate = self.forecast.rate / self._num_rows
+        prices = [row_rate * (step - plain_seconds) for step in seconds]
+        if self.is_whole:
+            prices *= self.max_tokens
+        worths = (map(operator.sub, itertools.accumulate(row), prices) for row in chances)
+        return [max([0.0, *row_worths]) for row_worths in worths]
 
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""

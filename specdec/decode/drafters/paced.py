@@ -55,9 +55,10 @@ class PacedDrafter(JoinedDrafter):
         )  # fmt: skip
         self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
-        # By row, the chances of a draft's nodes, best first, and the nodes.
+        # By row, the chances of a draft's nodes, best first, and the nodes; and the draft's value.
         self._ranks: dict[int, tuple[list[float], list[int]]] = {}
-        # Drafts in whose place another drafter's came, with the length of the text before.
+        self._values: dict[int, float] = {}
+        # Drafts that another drafter's excelled, with the length of the text before.
         self._displaced: list[tuple[ActiveRequest, int, Candidates]] = []
 
     def fit_budget(self) -> PacedDrafter:
@@ -86,7 +87,8 @@ class PacedDrafter(JoinedDrafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
-        self._drafts, self._ranks, self._displaced, self.num_prefilled = [], {}, [], 0
+        self._drafts, self._ranks, self._values = [], {}, {}
+        self._displaced, self.num_prefilled = [], 0
         if not (self._plan(requests) or self.is_fixed):
             return []
         self._drafts, self._draft_calls = list_roots(requests), []
@@ -146,25 +148,36 @@ class PacedDrafter(JoinedDrafter):
     ) -> list[int]:
         """Draft for the requests of some rows; return those that later groups may suit better."""
         drafts = self._ask(group, [requests[row] for row in rows])
-        for row, candidates in zip(rows, drafts, strict=True):
-            if self._drafts[row].tree.num_draft_tokens and not self._drafts[row].draft_probs:
-                request = requests[row]
-                self._displaced.append((request, len(request.output_ids), self._drafts[row]))
-            self._drafts[row] = candidates
         if len(self.groups) == 1:
+            for row, candidates in zip(rows, drafts, strict=True):
+                self._drafts[row] = candidates
             return []
         pace, num_rows = self.pace, len(rows)
         ranks = pace.calibration.rank(drafts)
-        self._ranks |= zip(rows, ranks, strict=True)
         chances = [row_chances for row_chances, _ in ranks]
         if group == 0:
             pace.note(pace.first, chances)
         values = pace.value(chances)
         pace.drafters[group].record(values)
+        for row, candidates, rank, value in zip(rows, drafts, ranks, values, strict=True):
+            if self._is_better(row, candidates, value):
+                self._displace(requests[row], self._drafts[row])
+                self._drafts[row], self._ranks[row], self._values[row] = candidates, rank, value
+            else:
+                self._displace(requests[row], candidates)
         if group == len(self.groups) - 1:
             return []
         valued_rows = zip(rows, values, strict=True)
         return [row for row, value in valued_rows if not pace.is_best(group, value, num_rows)]
+
+    def _is_better(self, row: int, candidates: Candidates, value: float) -> bool:
+        """Return whether a draft takes the place of the one before, as one that was drawn must."""
+        return candidates.draft_probs is not None or value >= self._values.get(row, 0.0)
+
+    def _displace(self, request: ActiveRequest, candidates: Candidates) -> None:
+        """Let the text judge a draft that is not verified."""
+        if candidates.tree.num_draft_tokens and candidates.draft_probs is None:
+            self._displaced.append((request, len(request.output_ids), candidates))
 
     def _ask(self, group: int, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Return the drafts of a group, whose members share a tree."""
