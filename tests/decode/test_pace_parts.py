@@ -456,7 +456,8 @@ def test_later_drafters_are_asked_for_what_the_first_has_nothing_for() -> None:
 def test_the_better_draft_is_kept_and_the_text_judges_the_other() -> None:
     """The second promised more than the first, and then has less; next time it has more."""
     costs = CostTable(
-        steps=make_grid(lambda tokens: 1.0 + 0.002 * tokens), drafts=(make_grid(lambda _: 0.01),) * 2
+        steps=make_grid(lambda tokens: 1.0 + 0.002 * tokens),
+        drafts=(make_grid(lambda levels: 0.01),) * 2,
     )  # fmt: skip
     fair = make_draft([7, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.5])
     for confidence, tokens, source in ((0.2, [7, 1, 2], 0), (0.9, [7, 4, 5], 1)):
