@@ -233,7 +233,7 @@ class Measuring:
                     if batch is None:
                         return
                     self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
-                if self._find_ratio(num_rows, kind) > DEAR_RATIO:
+                if kind.num_levels > 1 and self._find_ratio(num_rows, kind) > DEAR_RATIO:
                     break
 
     def _is_slow(self, num_rows: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.decode import cost_keeping
+from specdec.decode import cost_keeping, cost_measuring
 from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
 from specdec.decode.cost_measuring import (
     FAR_POSITION,
@@ -221,3 +221,17 @@ def test_a_slow_engine(
     for levels in (1, engine.drafter.max_draft_depth):
         assert table.estimate_draft(1, levels, 1) * 150 > levels
     assert table.reading * 150 == pytest.approx(0.1 * token, rel=0.2)
+
+
+def test_whole_drafts_are_measured_where_any_draft_is_dear(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside so many requests that two tokens each take twice a plain step's time."""
+    monkeypatch.setattr(cost_measuring, "DEAR_RATIO", 0.5)
+    engine = load_method(parent, "draft_target, tree", "noisy")
+    lookup: Drafter = SuffixDrafter(SuffixOptions(max_tokens=22))
+    for groups in ([[engine.drafter]], [[lookup], [engine.drafter]]):
+        table, _ = Machine(monkeypatch).measure(engine, groups)
+        assert table.steps.curves[0][1].sizes[-1] == 4
+        for _, curve in table.drafts[-1].curves:
+            assert curve.sizes[-1] == engine.drafter.max_draft_depth
