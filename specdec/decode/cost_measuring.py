@@ -262,8 +262,8 @@ class Measuring:
 
         Beside the least there are tokens that a step may bring, which are read in each draft.
         """
-        least = READ_TOKENS + probe.max_draft_depth + 1
-        return min(max(least, self._count_affordable(1)), LONG_PROMPT)
+        least_length = READ_TOKENS + probe.max_draft_depth + 1
+        return min(max(least_length, self._count_affordable(1)), LONG_PROMPT)
 
     def _start(self, num_rows: int, probe: Probe, prompt_length: int) -> Batch | None:
         """Begin texts, and read their prompts; None where the engine has no room for any."""
@@ -368,6 +368,7 @@ class _Times:
 
     @property
     def is_empty(self) -> bool:
+        """Return whether nothing was measured, not even for warming up."""
         return not (self._seconds or self._warming_seconds)
 
     def find_least(self, num_rows: int, size: int = 1) -> float:
@@ -409,7 +410,7 @@ def _list_steps(probe: Probe) -> list[StepKind]:
         return [StepKind(1), StepKind(max_tokens + 1)]
     brief = _list_brief(probe)
     sizes = {*(2**n for n in range(1, max_tokens.bit_length())), max_tokens + 1}
-    sizes -= {kind.size for kind in brief if max_tokens > 1}
+    sizes -= {kind.size for kind in brief}
     return [StepKind(1), *brief, *(StepKind(size, size - 1) for size in sorted(sizes))]
 
 

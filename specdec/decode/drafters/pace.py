@@ -290,8 +290,8 @@ class Pace:
             return math.inf
         # That a draft is verified at all is paid for already. Up to the best size, a level's token
         # costs what one of these does on average: beyond it costs may rise far more steeply.
-        last = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
-        token_seconds = (self._step_seconds[last] - self._step_seconds[1]) / max(1, last - 1)
+        size = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
+        token_seconds = (self._step_seconds[size] - self._step_seconds[1]) / max(1, size - 1)
         one_level, two_levels = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
@@ -299,7 +299,7 @@ class Pace:
     def value(self, chances: Sequence[Sequence[float]]) -> list[float]:
         """Return the tokens that each row's paths promise beyond what their time emits, [B].
 
-        chances: as in `choose`; of each row as many count as promise the most.
+        chances: as in `choose`. Of each row's best paths as many count as are worth the most.
         """
         plain_seconds, *seconds = self._step_seconds
         row_rate = self.forecast.rate / self._num_rows
