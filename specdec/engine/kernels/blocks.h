@@ -161,7 +161,9 @@ struct BlockMatrix {
            float *out) const {
     static_assert(G == 1, "one tile at a time");
     if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
-    constexpr bool kFits = 2 * kWords * M + 4 <= kRegisters && (kIsUsual || M <= 2);
+    // Sums of floats are not in use while those of 16 bits are, which are of a whole group.
+    constexpr int64_t kSums = kHasShorts && kIsUsual ? kWords * M : 2 * kWords * M;
+    constexpr bool kFits = kSums + 4 <= kRegisters && (kIsUsual || M <= 2);
     constexpr int64_t kAtOnce = kFits || (kIsUsual && kLanes > 1) ? kWords : 1;
     // GCC makes a copy of the function for each number that it knows, and so for one block and several.
     const int64_t stride = can_be_several<BlockMatrix>(M) ? hide(fetch.stride) : fetch.stride;
@@ -174,8 +176,8 @@ struct BlockMatrix {
     }
   }
 
-  // Adds units of K vectors of the tile's outputs, from `first_vector` on: as many as have all their sums
-  // in registers, of integers and of floats. Taking codes apart twice would cost more than it saves where
+  // Adds units of K vectors of the tile's outputs, from `first_vector` on: as many as have all sums that
+  // are in use at once in registers. Taking codes apart twice would cost more than it saves where
   // they are multiplied as pairs. Each pass over a tile fetches its part of what is ahead, line by line;
   // Zen 4 is faster if it also fetches its own lines, every other one, where a unit has few of them.
   template <int M, int64_t K>
