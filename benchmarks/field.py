@@ -72,7 +72,7 @@ def open_engine(args: argparse.Namespace, drafter: Path | None) -> Iterator[Benc
         with hold_engines(GenerateSettings(
             texts=["."], model_dir=str(args.model_dir), quantization=args.quantization,
             max_batch_size=1, device="cpu", drafter_model_dir=str(drafter) if drafter else None,
-            drafter_weights=args.drafter_weights if drafter else "same",
+            drafter_weights=args.drafter_weights if drafter else "auto",
         )) as run:  # fmt: skip
             yield (bench := open_bench(RunSettings(**run)))
             bench.engine.close()
@@ -272,7 +272,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafters", type=Path)
     parser.add_argument("--quantization")
     parser.add_argument("--draft-vocabulary", default="same", choices=("same", "shared"))
-    parser.add_argument("--drafter-weights", default="same", choices=("same", "int8", "int4"))
+    parser.add_argument(
+        "--drafter-weights", default="auto", choices=("auto", "same", "int8", "int4")
+    )
     parser.add_argument("--eagle-choices", help="the tree of the folders' drafters, all EAGLE's")
     parser.add_argument("--draft-budget", default="fixed", choices=("fixed", "auto"))
     parser.add_argument(

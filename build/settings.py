@@ -21,7 +21,8 @@ TENSORRT = option_group("TensorRT", rare=True)
 TENSORRTLLM = option_group("TensorRT-LLM", rare=True)
 TRITON = option_group("Triton", rare=True)
 
-SAME = "same"  # of a drafter's weights: as the checkpoint has them
+# Of a drafter's weights: as suits the target and the machine, or as the checkpoint has them.
+AUTO, SAME = "auto", "same"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,10 @@ class BuildSettings:
         " divide the columns of every matrix.",
     )  # fmt: skip
     drafter_weights: str = SPECULATION(
-        SAME, choices=(SAME, "int8", "int4"),
-        help="Store the drafter's matrices as int8 or int4: it drafts faster on a CPU, nearly as"
-        " well, and the text stays the target's own. Torch backend only.",
+        AUTO, choices=(AUTO, SAME, "int8", "int4"),
+        help="Type of the drafter's matrices: int8 and int4 draft faster on a CPU, nearly as well,"
+        " and the text stays the target's own. auto: int8 beside a quantized target, on a CPU and"
+        " if the drafter has a head of its own; else the same as the model's. Torch backend only.",
     )  # fmt: skip
     draft_vocab_file: Path | None = SPECULATION(
         metavar="FILE",

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
 MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
-SAME_TYPE = "same"
-AS_IT_IS = {"drafter_weights": SAME_TYPE}  # of an engine without a drafter in its checkpoint
+UNROUNDED = ("auto", "same")
+AS_IT_IS = {"drafter_weights": "auto"}  # of an engine without a drafter in its checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     return EnginePlan(
         convert=convert,
         build=build
-        | {"quantization": None if weights == SAME_TYPE else weights, **AS_IT_IS}
+        | {"quantization": None if weights in UNROUNDED else weights, **AS_IT_IS}
         | plan_packing(settings),
     )
 

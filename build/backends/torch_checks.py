@@ -35,7 +35,7 @@ from specdec.model.tensors import (
 )
 from specdec.system import logs
 
-from ..settings import SAME, BuildSettings
+from ..settings import AUTO, SAME, BuildSettings
 
 logger = logs.get_logger(__name__)
 
@@ -84,7 +84,7 @@ def find_problems(settings: BuildSettings, checkpoint: CheckpointConfig) -> Prob
          " leaves these out", "leave out one of the two"),
         (size is not None and weight_type != INT4,
          "--group-size without --quantization int4", "leave it out"),
-        (settings.drafter_weights != SAME and checkpoint.drafter is None,
+        (settings.drafter_weights not in (AUTO, SAME) and checkpoint.drafter is None,
          f"--drafter-weights {settings.drafter_weights}: the checkpoint has no drafter",
          "leave it out; a draft model's engine is built by itself, with --quantization"),
         (size not in (None, *int4.ENGINE_GROUPS), f"--group-size {size}", "use 32, 64 or 128"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,14 @@ from specdec.model import int4
 from specdec.model.quantization import (
     FLOAT8,
     FP8,
+    INT8,
     INT8_SCALES,
     SCALES,
     WEIGHT_SCALE,
 )
 from specdec.model.sharding import join
 from specdec.model.tensors import (
+    EMBEDDING,
     HEAD,
     HEAD_BIAS,
     OFFSETS,
@@ -46,7 +48,7 @@ from specdec.system import logs
 
 from ..draft_vocabulary import choose_tokens
 from ..limits import resolve_limits
-from ..settings import SAME, BuildSettings
+from ..settings import AUTO, SAME, BuildSettings
 from .embedded import build_embedded
 from .torch_checks import check_config, check_drafter, check_sources, will_compile, will_pack
 from .torch_tensors import (
@@ -151,7 +153,7 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
     is_fp8 = checkpoint.quantization.quant_algo == FP8
     files = plan_layout(settings, checkpoint, quantized if is_fp8 else set())
     draft_tokens = choose_tokens(settings, model, checkpoint.drafter)
-    weight_type = settings.drafter_weights if settings.drafter_weights != SAME else None
+    weight_type = choose_drafter_type(settings, checkpoint, sources, quantized, packs=packs)
     if weight_type is not None or draft_tokens is not None:
         size = None if draft_tokens is None else len(draft_tokens)
         plan_drafter_files(files, checkpoint, quantized, weight_type, size)
@@ -165,6 +167,32 @@ def plan_build(settings: BuildSettings, checkpoint: CheckpointConfig, folder: Pa
         quantization=settings.quantization, drafter_weights=weight_type,
         draft_tokens=draft_tokens, block_types=block_types,
     )  # fmt: skip
+
+
+def choose_drafter_type(
+    settings: BuildSettings, checkpoint: CheckpointConfig, sources: Sequence[TensorFile],
+    quantized: set[str], *, packs: bool,
+) -> str | None:  # fmt: skip
+    """Return the type that a drafter's matrices are rounded to; None for the type they have.
+
+    quantized: names of the checkpoint's matrices that are rounded already. packs: whether a CPU
+    runs the engine by kernels, which alone gain by it. A head that is the target's is in memory
+    already, so `auto` makes no copy of it.
+    """
+    if settings.drafter_weights != AUTO:
+        return None if settings.drafter_weights == SAME else settings.drafter_weights
+    is_rounded = settings.quantization or checkpoint.quantization.quant_algo
+    if checkpoint.drafter is None or not packs or not is_rounded:
+        return None
+    names = list_drafter_tensors(checkpoint.model, checkpoint.drafter).keys()
+    shares_head = any(
+        source.are_equal(name, target_name)
+        for source in sources
+        for name in source.tensors.keys() & names
+        if name.endswith(HEAD)
+        for target_name in (HEAD, EMBEDDING)
+    )
+    return None if shares_head or quantized & names else INT8
 
 
 def plan_drafter_files(

@@ -188,6 +188,51 @@ def test_heads_of_chosen_tokens_and_their_offsets(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored[PROJ], arrays[PROJ])
 
 
+# ---- A drafter's type.
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quantization": "int8"}, "int8"),
+        ({"quantization": "int4", "drafter_weights": "auto", "group_size": 32}, "int8"),
+        ({"quantization": "int8", "drafter_weights": "same"}, None),
+        ({"quantization": "int8", "drafter_weights": "int4"}, "int4"),
+        ({"quantization": "int8", "packed_weights": False}, None),  # as for a GPU
+        ({"quantization": "int8", "optimize": "none"}, None),
+        ({}, None),
+    ],
+)
+def test_a_drafter_is_rounded_where_the_target_is_and_a_cpu_runs_both(
+    settings: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(HEADS)
+    arrays = make_arrays(checkpoint)
+    plan = plan_here(tmp_path, checkpoint, arrays, **{"optimize": "native"} | settings)
+    assert plan.drafter_weights == expected
+    stored = plan.files["weights.safetensors"]
+    types = {"int8": "int8", "int4": "int8", None: "float32"}  # a head has eight bits at least
+    assert stored[MEDUSA_HEAD].dtype == types[expected]
+
+
+def test_no_copy_is_made_of_a_head_that_is_the_target_s(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(HEADS)
+    arrays = make_arrays(checkpoint)
+    arrays[MEDUSA_HEAD] = arrays["lm_head.weight"]
+    options = {"optimize": "native", "quantization": "int8"}
+    assert plan_here(tmp_path, checkpoint, arrays, **options).drafter_weights is None
+    plan = plan_here(tmp_path, checkpoint, arrays, **options, drafter_weights="int8")
+    assert plan.drafter_weights == "int8"
+
+
+def test_a_model_without_a_drafter_has_none_to_round(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    plan = plan_here(
+        tmp_path, checkpoint, make_arrays(checkpoint), optimize="native", quantization="int8"
+    )
+    assert plan.drafter_weights is None
+
+
 # ---- Integers.
 
 

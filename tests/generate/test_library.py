@@ -54,7 +54,7 @@ def engine(models: Path) -> Iterator[Engine]:
 
 
 def list_entries(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.iterdir() if path.is_dir())
+    return sorted(path for path in cache.glob("*") if path.is_dir())
 
 
 def test_a_model_is_loaded_from_the_cache_of_generate(models: Path, cache: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_target_s_engine_serves_all_drafts_without_weights() -> None:
     assert "packed_weights" not in plain.build
     assert plans.plan_target(make_settings(device="cuda")).build["packed_weights"] is False
     drafting = make_settings(draft_model_dir="small", drafter_weights="int4_wo")
-    assert plans.plan_target(drafting).build["drafter_weights"] == "same", "it drafts for none"
+    assert plans.plan_target(drafting).build["drafter_weights"] == "auto", "it drafts for none"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_draft_model_s_engine() -> None:
     plan = plans.plan_draft(make_settings(**changes, dtype="bfloat16", drafter_weights="int8_wo"))
     assert plan.convert == {"model_dir": "small", "dtype": "bfloat16"}
     assert plan.build["quantization"] == "int8_wo"
-    assert plan.build["drafter_weights"] == "same"
+    assert plan.build["drafter_weights"] == "auto"
     assert (plan.build["max_batch_size"], plan.build["max_seq_len"]) == (4, 70)
     plan = plans.plan_draft(make_settings(**changes, drafter_weights="same"))
     assert plan.build["quantization"] is None
