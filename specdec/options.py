@@ -76,8 +76,13 @@ def _declare(default: Any, metadata: dict[str, Any]) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def get_flags(settings_class: type) -> dict[str, tuple[Flag, Any]]:
+def get_flags(settings_class: type) -> Mapping[str, tuple[Flag, Any]]:
     """Map each field of a settings class to (flag, default); its module postpones annotations."""
+    return _read_flags(settings_class)
+
+
+@functools.cache
+def _read_flags(settings_class: type) -> Mapping[str, tuple[Flag, Any]]:
     flags = {}
     for field in dataclasses.fields(settings_class):
         if "flag" in field.metadata:

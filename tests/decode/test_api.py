@@ -30,6 +30,7 @@ from specdec import (
 )
 from specdec.decode import api
 from specdec.decode.ranks import processes
+from specdec.system import memory
 from specdec.text.encoding import TEMPLATES
 from specdec.text.text_stream import TextStream
 from tests.conftest import change_tensors, make_llama, make_tokenizer
@@ -286,6 +287,7 @@ def test_loading_leaves_imports_out_of_searches_for_garbage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = [0]
+    memory.leave_out_objects.cache_clear()
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counts[-1])
     monkeypatch.setattr(gc, "freeze", lambda: counts.append(len(counts)))
     for _ in range(2):
