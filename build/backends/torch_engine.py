@@ -38,7 +38,6 @@ from specdec.model.quantization import (
 )
 from specdec.model.sharding import join
 from specdec.model.tensors import (
-    EMBEDDING,
     HEAD,
     HEAD_BIAS,
     OFFSETS,
@@ -52,6 +51,7 @@ from ..settings import AUTO, SAME, BuildSettings
 from .embedded import build_embedded
 from .torch_checks import check_config, check_drafter, check_sources, will_compile, will_pack
 from .torch_tensors import (
+    has_copied_head,
     name_parts,
     plan_layout,
     plan_stored,
@@ -185,14 +185,9 @@ def choose_drafter_type(
     if checkpoint.drafter is None or not packs or not is_rounded:
         return None
     names = list_drafter_tensors(checkpoint.model, checkpoint.drafter).keys()
-    shares_head = any(
-        source.are_equal(name, target_name)
-        for source in sources
-        for name in source.tensors.keys() & names
-        if name.endswith(HEAD)
-        for target_name in (HEAD, EMBEDDING)
-    )
-    return None if shares_head or quantized & names else INT8
+    if quantized & names or any(has_copied_head(source, names) for source in sources):
+        return None
+    return INT8
 
 
 def plan_drafter_files(

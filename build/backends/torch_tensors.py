@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,12 @@ def share_head(checkpoint: CheckpointConfig, sources: Sequence[TensorFile]) -> C
         return checkpoint
     raw = checkpoint.raw | {"share_embedding_table": True}
     return dataclasses.replace(checkpoint, model=model, raw=raw)
+
+
+def has_copied_head(source: TensorFile, names: Iterable[str]) -> bool:
+    """Return whether a head among a file's tensors `names` is the target's head or embedding."""
+    heads = [name for name in names if name.endswith(HEAD) and name in source.tensors]
+    return any(source.are_equal(name, other) for name in heads for other in (HEAD, EMBEDDING))
 
 
 def has_equal_head(source: TensorFile) -> bool:
