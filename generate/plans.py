@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
 MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
-UNROUNDED = ("auto", "same")
+UNROUNDED_TYPES = ("auto", "same")  # of --drafter-weights, for a draft model
 AS_IT_IS = {"drafter_weights": "auto"}  # of an engine without a drafter in its checkpoint
 
 
@@ -127,7 +127,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     return EnginePlan(
         convert=convert,
         build=build
-        | {"quantization": None if weights in UNROUNDED else weights, **AS_IT_IS}
+        | {"quantization": None if weights in UNROUNDED_TYPES else weights, **AS_IT_IS}
         | plan_packing(settings),
     )
 

@@ -161,9 +161,11 @@ struct BlockMatrix {
            float *out) const {
     static_assert(G == 1, "one tile at a time");
     if (begin == 0) std::fill(out, out + M * kTile, 0.0f);
-    // Sums of floats are not in use while those of 16 bits are, which are of a whole group.
-    constexpr int64_t kSums = kHasShorts && kIsUsual ? kWords * M : 2 * kWords * M;
-    constexpr bool kFits = kSums + 4 <= kRegisters && (kIsUsual || M <= 2);
+    // Sums of floats are not in use while those of 16 bits are, which are of a whole group. With AVX-512
+    // that was not measured.
+    constexpr bool kPutsFloatsDown = kHasShorts && kIsUsual && kRegisters == 16;
+    constexpr int64_t kSumsInUse = kPutsFloatsDown ? kWords * M : 2 * kWords * M;
+    constexpr bool kFits = kSumsInUse + 4 <= kRegisters && (kIsUsual || M <= 2);
     constexpr int64_t kAtOnce = kFits || (kIsUsual && kLanes > 1) ? kWords : 1;
     // GCC makes a copy of the function for each number that it knows, and so for one block and several.
     const int64_t stride = can_be_several<BlockMatrix>(M) ? hide(fetch.stride) : fetch.stride;
