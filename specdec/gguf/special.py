@@ -59,4 +59,7 @@ def list_ends(metadata: Mapping[str, Any]) -> list[int]:
     ends = [list_special(metadata).get("eos"), *ends]
     texts = set(ENDS) - set(list_words(tokens))
     ends += [number for number, text in enumerate(tokens) if text in texts]
-    return list(dict.fromkeys(end for end in ends if type(end) is int and end < len(tokens)))
+    words = set(tokens)
+    parts = {"<|end|>"} if any(pair <= words for pair in ENDS_OF_ANSWERS) else set()
+    ends = [end for end in ends if type(end) is int and 0 <= end < len(tokens)]
+    return list(dict.fromkeys(end for end in ends if tokens[end] not in parts))

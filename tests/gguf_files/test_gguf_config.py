@@ -349,6 +349,20 @@ def test_special_tokens_of_a_file() -> None:
     assert special.list_ends(values | gemma) == [3, 5, 4, 6]
 
 
+@pytest.mark.parametrize("last", ["<|return|>", "<|flush|>"])
+def test_the_end_of_a_part_does_not_end_an_answer(last: str) -> None:
+    """With harmony's tokens `<|end|>` ends the reasoning, behind which comes the answer."""
+    tokens = ["a", "<|end|>", "<|call|>", last]
+    values: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "gpt2"}
+    values |= {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 1}
+    assert special.list_ends(values) == [3, 2]
+    values["tokenizer.ggml.tokens"] = [*tokens[:2], "b", last]
+    assert special.list_ends(values) == [3, 1]
+    values["tokenizer.ggml.eot_token_id"] = 9
+    values["tokenizer.ggml.tokens"] = tokens
+    assert special.list_ends(values) == [3, 2]
+
+
 # ---- The rotary embedding.
 
 
