@@ -26,7 +26,11 @@ from .settings import DEFAULT_CONTEXT
 
 logger = get_logger(__name__)
 NUM_TURNS = 6
-SHARES = (1.0, 0.9, 0.5)  # of a question's length: the next where a server does not take it
+QUESTION_LENGTHS = (
+    1.0,
+    0.9,
+    0.5,
+)  # shares; the next one where a server refuses a length
 NUM_SAMPLED = 16
 FALSE_ALARM = 1e-4  # of `sampled`, for a server whose log-probabilities are right
 NUM_SCALES = 20  # of variances that its bound holds for at once: up to 2 ** 19 tokens
@@ -169,7 +173,7 @@ def _ask_turn(
     """
     question = f"Turn {turn}. {TEXTS[turn % len(TEXTS)]}"
     num_characters = room - _count_characters(messages)
-    for share in SHARES:
+    for share in QUESTION_LENGTHS:
         text = _fill(question, int(share * num_characters))
         turn_messages = [*messages, {"role": "user", "content": text}]
         try:

@@ -24,10 +24,10 @@ LEAST_PIECES = 12  # fewest texts for a verdict
 PIECE = 32  # tokens of a text
 FALSE_ALARMS = 1e-3  # share of audits that fail although only rounding differs
 TOLERANCE = 0.03  # share of further verify steps that coarser number formats may cost
-EXACT = 0.01  # --near-tie below which both sides compute in float32
+FLOAT32_NEAR_TIE = 0.01  # --near-tie below which both sides compute in float32
 MAX_OTHERS = 2  # texts with another number of steps that float32 allows
 # Share of the reference's drafted tokens per step, for trees; below it, the server drafts less.
-FULL = 0.8
+MIN_SERVER_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check_drafter(audit: Audit) -> Check:
             f"{len(pairs)} texts of {num_texts} are the reference's and counted, too few:"
             f" {LEAST_PIECES} are needed",
         )
-    return judge(pairs, length, num_texts, is_exact=audit.settings.near_tie < EXACT)
+    return judge(pairs, length, num_texts, is_exact=audit.settings.near_tie < FLOAT32_NEAR_TIE)
 
 
 def _ask_with_counts(
@@ -208,5 +208,5 @@ def _drafts_less(
 ) -> bool:  # fmt: skip
     """Return whether the server drafts less than the reference, not counting ends of requests."""
     if length is None:
-        return server.drafted < FULL * reference_drafted_per_step * num_steps
+        return server.drafted < MIN_SERVER_SHARE * reference_drafted_per_step * num_steps
     return length * num_steps - server.drafted > num_texts * length * (length + 1) // 2

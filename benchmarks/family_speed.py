@@ -60,13 +60,12 @@ TEMPLATE = (
 class Shape:
     """Sizes of a published model: transformers' class, fields of its config.json, a file's type.
 
-    published_layers: of the model; num_hidden_layers in the fields, or in those of a wrapper's text
-    model, says how many the file has.
+    num_hidden_layers in the fields, or in those of a wrapper's text model, says how many layers the
+    file has; the published model may have more.
     """
 
     family: str
     kind: str
-    published_layers: int
     fields: Mapping[str, Any]
 
     @property
@@ -99,14 +98,14 @@ _GRANITE4 = {
 }  # fmt: skip
 SHAPES = {
     "LFM2-1.2B": Shape(
-        family="Lfm2", kind="Q4_K_M", published_layers=16,
+        family="Lfm2", kind="Q4_K_M",
         fields=_LFM2 | {
             "intermediate_size": 12288, "num_hidden_layers": 16,
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         },
     ),
     "LFM2-8B-A1B": Shape(
-        family="Lfm2Moe", kind="Q4_K_M", published_layers=24,
+        family="Lfm2Moe", kind="Q4_K_M",
         fields=_LFM2 | {
             "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_hidden_layers": 8,
             "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
@@ -114,7 +113,7 @@ SHAPES = {
         },
     ),
     "granite-4.0-h-micro": Shape(
-        family="GraniteMoeHybrid", kind="Q4_K_M", published_layers=40,
+        family="GraniteMoeHybrid", kind="Q4_K_M",
         fields=_GRANITE4 | {
             "hidden_size": 2048, "intermediate_size": 8192, "shared_intermediate_size": 8192,
             "num_hidden_layers": 20, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -124,7 +123,7 @@ SHAPES = {
         },
     ),
     "granite-4.0-h-tiny": Shape(
-        family="GraniteMoeHybrid", kind="Q4_K_M", published_layers=40,
+        family="GraniteMoeHybrid", kind="Q4_K_M",
         fields=_GRANITE4 | {
             "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024,
             "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4,
@@ -134,7 +133,7 @@ SHAPES = {
         },
     ),
     "gemma-4-E2B": Shape(
-        family="Gemma4Text", kind="Q4_K_M", published_layers=35,
+        family="Gemma4Text", kind="Q4_K_M",
         fields={
             "vocab_size": 262144, "vocab_size_per_layer_input": 262144, "hidden_size": 1536,
             "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
@@ -145,7 +144,7 @@ SHAPES = {
         },
     ),
     "gemma-4-26B-A4B": Shape(
-        family="Gemma4Text", kind="Q4_K_M", published_layers=30,
+        family="Gemma4Text", kind="Q4_K_M",
         fields={
             "vocab_size": 262144, "hidden_size": 2816, "hidden_size_per_layer_input": 0,
             "intermediate_size": 2112, "moe_intermediate_size": 704, "enable_moe_block": True,
@@ -157,14 +156,14 @@ SHAPES = {
         },
     ),
     "gpt-oss-20b": Shape(
-        family="GptOss", kind="MXFP4_MOE", published_layers=24,
+        family="GptOss", kind="MXFP4_MOE",
         fields={
             "num_hidden_layers": 4, "num_local_experts": 32, "num_experts_per_tok": 4,
             "quantization_config": {"quant_method": "mxfp4"},
         },
     ),
     "Ministral-3-3B": Shape(
-        family="Ministral3", kind="Q4_K_M", published_layers=26,
+        family="Ministral3", kind="Q4_K_M",
         fields={
             "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 12,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -172,7 +171,7 @@ SHAPES = {
         },
     ),
     "Qwen3-VL-2B": Shape(
-        family="Qwen3VL", kind="Q4_K_M", published_layers=28,
+        family="Qwen3VL", kind="Q4_K_M",
         fields={
             "tie_word_embeddings": True,
             "text_config": {

@@ -32,7 +32,7 @@ class BuildSettings:
     # Every build requires it; --emit-triton for an engine that is there does without.
     checkpoint_dir: Path = FOLDERS(help="Folder written by specdec-convert.")
     output_dir: Path = FOLDERS(required=True, help="Engine folder to write.")
-    backend: str = ENGINE("auto", choices=("auto", *BACKENDS), help="What runs the engine.")
+    backend: str = ENGINE("auto", choices=("auto", *BACKENDS), help="The runtime of the engine.")
     compute_capability: str | None = TENSORRT(
         metavar="X.Y[,X.Y...]",
         help="With --backend tensorrt: the GPUs that the engine is for, such as 8.0,8.9; if not"

@@ -35,7 +35,7 @@ class ConvertSettings:
         metavar="CKPT", help="The target as an existing checkpoint folder, instead of --model-dir."
     )
     speculative_decoding_mode: str | None = MODELS(
-        choices=("mtp",),
+        choices=("mtp",), rare=True,
         elsewhere={
             mode: "specdec-build takes this mode; a drafter with weights is given by its folder"
             for mode in list_modes() if mode != "mtp"
@@ -72,7 +72,7 @@ class ConvertSettings:
         " given. Times --moe-tp-size it is --tp-size.",
     )  # fmt: skip
     workers: int | None = WORK(
-        minimum=1, metavar="N", help="Threads; if not given, one for each processor core."
+        minimum=1, metavar="N", help="Threads; if not given, one for each usable core, at most 16."
     )
     use_parallel_embedding: bool = EMBEDDING(
         False, help="Split the embedding table over the ranks."
@@ -106,7 +106,9 @@ class ConvertSettings:
         help="Write the plain weights that a quantized target's numbers stand for, in --dtype.",
     )  # fmt: skip
     kv_cache_dtype: str | None = QUANTIZATION(
-        choices=("fp8",), help="With --quantization: also write scales for an FP8 KV cache."
+        choices=("fp8",),
+        rare=True,
+        help="With --quantization: also write scales for an FP8 KV cache.",
     )
     calibration_data: Path | None = QUANTIZATION(
         metavar="FILE",

@@ -89,7 +89,7 @@ def find_hole(finder: ZeroFinder, source: RowSource, name: str, first_row: int) 
     for start, stop in finder.runs:
         if stop - start < max(PAGE_BYTES, 3 * row_bytes):  # a unit matrix has one row between ones
             continue
-        begin, is_amid = _find_begin(finder, source, name, first_row, start)
+        begin, is_amid = _find_begin(source, name, first_row, start)
         if is_amid and begin < stop - row_bytes:
             return f"from amid row {first_row + begin // row_bytes} of {info.num_rows}"
         end = _find_end(finder, source, name, first_row, stop)
@@ -98,9 +98,7 @@ def find_hole(finder: ZeroFinder, source: RowSource, name: str, first_row: int) 
     return None
 
 
-def _find_begin(
-    finder: ZeroFinder, source: RowSource, name: str, first_row: int, start: int
-) -> tuple[int, bool]:
+def _find_begin(source: RowSource, name: str, first_row: int, start: int) -> tuple[int, bool]:
     """Return the first byte of a run of zeros, and whether it lies amid a row.
 
     It does not where the row above is zero from the same column on: these are columns of zeros.

@@ -56,5 +56,5 @@ def _read_settings(fixed: Mapping[str, Any], options: Mapping[str, Any]) -> Gene
     values = {**fixed, **{name: check_value(name, options[name], flags[name]) for name in options}}
     values = {name: value for name, value in values.items() if value is not None}
     settings = place_drafter(GenerateSettings(**values))
-    check_drafters(settings, list(values))
+    check_drafters(list(values))
     return settings

@@ -148,11 +148,11 @@ def check_settings(settings: GenerateSettings) -> None:
     if not settings.texts and settings.input_file is None:
         lists = [name for name in typed_names if flags[name][0].kind == "list"]
         raise UsageError("no prompt was given", _advise_prompt(lists))
-    check_drafters(settings, typed_names)
+    check_drafters(typed_names)
     refuse_contradictions(settings, CONTRADICTIONS)
 
 
-def check_drafters(settings: GenerateSettings, typed_names: list[str]) -> None:
+def check_drafters(typed_names: list[str]) -> None:
     """Raise UsageError for drafters that exclude one another, and for drafts without one."""
     ways = [[name] for name in (*DRAFTER_FOLDERS, "draft_model_dir", "speculative_decoding_mode")]
     ways += [list(get_flags(kind)) for kind in DRAFTS]

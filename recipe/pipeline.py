@@ -22,7 +22,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 STATE_DIR = ".specdec-jobs"  # in the workdir: which commands were begun and done
 RECIPE_NAME = "recipe.yaml"
 SUBMIT_NAME = "submit.sh"
-MAX_CONFIG_BYTES = 900_000  # of a ConfigMap, which may have 1 MiB
 
 logger = get_logger(__name__)
 

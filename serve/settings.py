@@ -52,7 +52,7 @@ class ServeSettings:
     )
     served_model_name: str | None = ENGINE(
         metavar="NAME",
-        help="What clients call the model; if not given, the name of the model or of the"
+        help="The name by which clients call the model; if not given, that of the model or of the"
         " engine folder.",
     )
     tool_call_parser: str = ENGINE(
@@ -72,7 +72,7 @@ class ServeSettings:
         False, help="Listen on other addresses than loopback without a key."
     )
     cors_origin: list[str] = ADDRESS(
-        [], metavar="ORIGIN",
+        [], metavar="ORIGIN...",
         help="Origins of other sites whose pages may call the server, such as"
         " http://localhost:3000; * are all, and needs a key.",
     )  # fmt: skip
@@ -107,5 +107,5 @@ class ServeSettings:
         4.0, minimum=0.001, maximum=10**6, metavar="MB", help="Size of the largest request."
     )
     metrics_prefix: str = MACHINE(
-        "specdec", choices=("specdec", "vllm"), help="What the names of metrics begin with."
+        "specdec", choices=("specdec", "vllm"), help="The beginning of the names of metrics."
     )

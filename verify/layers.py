@@ -35,7 +35,7 @@ from .reference import load_reference
 from .reference_parts import ReferenceLayers, ReferencePart, compute_parts
 
 # Part of the largest number of a token by which two programs' numbers may differ, from equal input.
-SHARES = {"bfloat16": 0.06, "float16": 0.01, "float32": 1e-4}
+TOLERANCES = {"bfloat16": 0.06, "float16": 0.01, "float32": 1e-4}
 
 TIED_SHARE = 4  # in half precision up to one of so many tokens may go to another expert
 
@@ -69,7 +69,7 @@ def compare_rows(values: Tensor, expected: Tensor, dtype: str) -> tuple[Tensor, 
     values, expected = values.float().cpu(), expected.float().cpu()
     sizes = expected.abs().amax(-1)
     differences = (values - expected).abs().amax(-1).nan_to_num(nan=torch.inf)
-    return differences, SHARES[dtype] * torch.maximum(sizes, sizes.median())
+    return differences, TOLERANCES[dtype] * torch.maximum(sizes, sizes.median())
 
 
 class Comparison:

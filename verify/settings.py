@@ -71,7 +71,8 @@ class VerifySettings:
     )
     no_speculation: bool = like(
         DecodeSettings, "no_speculation",
-        "Compare the text of plain decoding; otherwise what drafts in a run drafts in every step.",
+        "Compare the text of plain decoding; otherwise the engine's drafter drafts in every step,"
+        " or suffixes where it has none.",
         group="An engine's text",
     )  # fmt: skip
     num_alone: int = ENGINE_TEXT(

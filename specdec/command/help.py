@@ -41,9 +41,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "train": (
         "specdec-train --model-dir BASE --data data.jsonl --output-dir drafter",
         "specdec-train data --help    # make the data with the target itself",
+        "specdec-train ngrams --help  # a table of n-grams instead of a drafter",
     ),
     "train data": (
         "specdec-train data --input chats.jsonl --output data.jsonl --base-url URL/v1 --model NAME",
+    ),
+    "train ngrams": (
+        "specdec-train ngrams --data data.jsonl --tokenizer-dir BASE --output table.safetensors",
     ),
     "verify": (
         "specdec-verify --engine-dir engine --model-dir BASE",
@@ -71,7 +75,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # Pages of commands whose names differ from the command's.
-PAGES = {"train data": "data", "recipe": "jobs"}
+PAGES = {"train data": "data", "train ngrams": "methods/ngram", "recipe": "jobs"}
 
 
 def list_sections(command: click.Command, *, is_long: bool) -> dict[str, list[click.Parameter]]:
@@ -133,7 +137,10 @@ def write_options(
     if not is_long:
         formatter.write_text(f"All options: specdec {name} --all.")
     if method_names:
-        formatter.write_text(f"Those of a drafting method: specdec help {'|'.join(method_names)}.")
+        formatter.write_text(
+            "Those of a drafting method: specdec help METHOD, with one of"
+            f" {', '.join(method_names)}."
+        )
     if name in EXAMPLES:
         formatter.write_text(f"The page: specdec docs {PAGES.get(name, name)}")
 

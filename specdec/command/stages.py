@@ -123,10 +123,7 @@ def _describe_default(flag: Flag, default: Any) -> str:
 def _build_parameter(name: str, flag: Flag, default: Any) -> click.Parameter:
     if flag.is_argument:
         return click.Argument([name], nargs=-1, metavar=f"[{flag.metavar or 'TEXT'}]...")
-    # An option with one legal value is accepted, and hidden.
-    options: dict[str, Any] = {
-        "default": None, "hidden": flag.hidden or len(flag.choices) == 1,
-    }  # fmt: skip
+    options: dict[str, Any] = {"default": None, "hidden": flag.hidden}
     declaration = name_flag(name)
     if flag.kind == "flag" or flag.is_switch:
         options["is_flag"] = True
@@ -436,12 +433,15 @@ def _end_hanging(error: SpecDecError, status: int, clean_up: Callable[[], None])
 
 errors.on_hang = _end_hanging
 STAGES = {
-    "generate": ("specdec.generate.cli", "Hugging Face folders -> text, in one command"),
-    "convert": ("specdec.convert.cli", "Hugging Face base and drafter -> checkpoint folder"),
+    "generate": ("specdec.generate.cli", "model (folder, Hub id or GGUF file) -> text"),
+    "convert": ("specdec.convert.cli", "model and drafter -> checkpoint folder"),
     "build": ("specdec.build.cli", "checkpoint folder -> engine folder"),
     "run": ("specdec.run.cli", "engine folder -> text, tokens, statistics"),
-    "serve": ("specdec.serve.cli", "engine folder -> an OpenAI-compatible server"),
-    "train": ("specdec.train.cli", "data and base -> drafter folder"),
+    "serve": (
+        "specdec.serve.cli",
+        "model or engine -> server with the APIs of OpenAI, Anthropic and Ollama",
+    ),
+    "train": ("specdec.train.cli", "data and target -> drafter folder"),
     "verify": ("specdec.verify.cli", "checkpoint or engine -> proof that it is what it claims"),
     "bench": ("specdec.measure.cli", "speed and acceptance, speculation on and off"),
     "diagnose": (

@@ -13,7 +13,7 @@ from specdec.text.prompts import CHECKS, Prompt, check_prompt, name_prompt
 
 # Settings of specdec-run that are no option of `Engine.load`: it has parameters of its own for
 # some of them, and `generate` has settings for the others.
-NO_OPTIONS = (
+NON_LOAD_OPTIONS = (
     "engine_dir", "tokenizer_dir", "draft_engine_dir", "device", "no_speculation",
     "apply_chat_template", "max_output_len", "temperature", "top_k", "top_p", "random_seed",
     "stop_words", "end_id",
@@ -46,7 +46,7 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
     fixed: settings that parameters of `load` give, by name.
     """
     flags = {name: flag for name, (flag, _) in get_flags(DecodeSettings).items()}
-    option_names = [name for name in flags if name not in NO_OPTIONS]
+    option_names = [name for name in flags if name not in NON_LOAD_OPTIONS]
     for name in options:
         if name not in option_names:
             raise UsageError(

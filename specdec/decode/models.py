@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.decode.call_settings import NO_OPTIONS
+from specdec.decode.call_settings import NON_LOAD_OPTIONS
 from specdec.decode.settings import DecodeSettings
 from specdec.errors import UsageError, suggest
 from specdec.files.folders import MODEL, find_gguf, is_hub_id, look_at
@@ -80,7 +80,7 @@ def make_engines(
 
 def _refuse_unknown(options: Mapping[str, Any], made_names: Sequence[str]) -> None:
     """Raise UsageError for an option that neither a model nor its engine has."""
-    decode_names = [name for name in get_flags(DecodeSettings) if name not in NO_OPTIONS]
+    decode_names = [name for name in get_flags(DecodeSettings) if name not in NON_LOAD_OPTIONS]
     for name in options:
         if name not in made_names:
             raise UsageError(

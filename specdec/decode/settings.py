@@ -66,8 +66,8 @@ class DecodeSettings:
     )  # fmt: skip
     no_speculation: bool = DRAFTING(
         False,
-        help="Run the same engine without drafts, one token a step. Otherwise its drafter drafts,"
-        " and suffixes of the text do, while that is faster.",
+        help="Run the same engine without drafts, one token a step. Otherwise its drafter,"
+        " suffixes of the text and n-grams draft while that is faster.",
     )
     kv_cache_enable_block_reuse: bool = MACHINE(
         False, help="Compute a beginning that several prompts share only once."

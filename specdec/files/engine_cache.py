@@ -26,7 +26,7 @@ FULL_DISK_HINT = "free some space, or name another cache with SPECDEC_CACHE_DIR,
 LOCK_SUFFIX = ".lock"
 LIMIT_LOCK = ".limit.lock"  # held while entries are chosen that are beyond the limit
 LIMIT_VARIABLE = "SPECDEC_MAX_CACHE_GB"
-LEAST_LIMIT = 20e9  # bytes, and as many more as a tenth of a larger disk
+LEAST_LIMIT = 20e9  # bytes at least; a tenth of the disk where that is more
 DISK_SHARE = 0.1
 
 

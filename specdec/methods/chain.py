@@ -26,7 +26,8 @@ class ChainDraft:
         metavar="A,B|A+B|A",
         help="Let these methods draft. suffix,redrafter: for each request and step the one that"
         " promises more tokens for its time; suffix+redrafter: both, in one tree; redrafter: the"
-        " engine's drafter alone. If no option says who drafts: suffix and the drafter, by turns.",
+        " engine's drafter alone. By default suffixes,"
+        " n-grams where specdec has a table for the tokenizer, and the drafter take turns.",
         group="Drafting",
         rare=True,
     )

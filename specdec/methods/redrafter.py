@@ -144,8 +144,8 @@ class ReDrafterDraft:
     """Options of every command that decodes."""
 
     redrafter_tree_tokens: int | None = number(
-        help="Draft tokens in a dynamic tree: the likeliest of all that the search saw; if not"
-        " given, all those of its last beams."
+        help="Draft tokens in a dynamic tree: the likeliest of all that the search saw."
+        "  [default on a CPU: up to 20; with --draft-budget fixed: all tokens of the last beams]"
     )
 
 

@@ -227,7 +227,7 @@ def get_stage(stage: str) -> click.Command:
     return command
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "train data"])
+@pytest.mark.parametrize("stage", [*STAGES, "train data", "train ngrams"])
 def test_every_option_has_its_place(stage: str) -> None:
     """In a group, or on a method's page; 25 are explained at most before --all."""
     command = get_stage(stage)
@@ -244,7 +244,7 @@ def test_every_option_has_its_place(stage: str) -> None:
     assert (ROOT / "docs" / f"{PAGES.get(stage, stage)}.md").is_file()
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "train data"])
+@pytest.mark.parametrize("stage", [*STAGES, "train data", "train ngrams"])
 def test_examples_give_options_that_exist(stage: str) -> None:
     for example in EXAMPLES[stage]:
         words = shlex.split(example, comments=True)
@@ -264,7 +264,7 @@ def test_help_is_short_and_the_long_form_explains_everything() -> None:
     for text in (short, long):
         assert text.index("\nExample") < text.index("\n  --engine-dir ")
         assert text.rstrip().splitlines()[-1].endswith("The page: specdec docs run")
-        assert "specdec help redrafter|medusa|" in " ".join(text.split())
+        assert "specdec help METHOD, with one of redrafter, medusa, " in " ".join(text.split())
         assert "--eagle-tree-tokens" not in text
     assert len(set(re.findall(r"\n  (?:-\w, )?(--[\w-]+)", short))) <= 25
     assert "All options: specdec run --all." in short

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.levels import LEAST_TEMPERATURE
+from specdec.decode.drafters.levels import DRAFTER_MIN_TEMPERATURE
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.tree import Tree
 
@@ -163,7 +163,7 @@ class EagleReference:
 
         P-EAGLE's are judged as they are.
         """
-        temperature = 1.0 if "mask_hidden" in self.tensors else LEAST_TEMPERATURE
+        temperature = 1.0 if "mask_hidden" in self.tensors else DRAFTER_MIN_TEMPERATURE
         drafted: dict[tuple[int, ...], float] = {}
         level: dict[tuple[int, ...], float] = {(): 0.0}
         for _ in range(depth):

@@ -18,7 +18,7 @@ import torch
 from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.draft_target import ModelChainDrafter, attach_draft
-from specdec.decode.drafters.draft_tree import LEAST_TEMPERATURE, ModelTreeDrafter
+from specdec.decode.drafters.draft_tree import DRAFT_MODEL_MIN_TEMPERATURE, ModelTreeDrafter
 from specdec.decode.drafters.levels import DynamicTree
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
@@ -243,7 +243,7 @@ def test_a_tree_is_what_the_draft_model_says(folder: Path) -> None:
                     path.insert(0, int(tree.tokens[at]))
                     at = int(tree.parents[at])
                 logits = model(torch.tensor([[*text, *path]])).logits[0, -1].double()
-                words[node] = (logits / LEAST_TEMPERATURE).softmax(-1)
+                words[node] = (logits / DRAFT_MODEL_MIN_TEMPERATURE).softmax(-1)
                 if node:
                     parent = int(tree.parents[node])
                     chance = float(words[parent][int(tree.tokens[node])])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.decode.drafters.draft_target import attach_draft
-from specdec.decode.drafters.draft_tree import _Ranks
+from specdec.decode.drafters.draft_tree import DraftModelNet
 from specdec.decode.drafters.levels import Level, TreeDraft, make_first
 from specdec.decode.drafters.medusa import MedusaDrafter
 from specdec.decode.drafters.trees import grow_choices
@@ -172,7 +172,7 @@ def test_nodes_of_a_tree_see_what_their_path_sees(
     decoder = models.open_engine("draft", operators, family, window).decoder
     texts = [PROMPTS[0], PROMPTS[1]]
     cache, hidden = start_texts(decoder, texts)
-    net = _Ranks(decoder, SameTokens(VOCAB, VOCAB))
+    net = DraftModelNet(decoder, SameTokens(VOCAB, VOCAB))
     roots = np.array([text[-1] for text in texts])
     draft = TreeDraft(net, cache, np.arange(2), roots, hidden, np.full(2, 0.5))
     level, paths = make_first(roots, 4), [[text] for text in texts]

@@ -292,7 +292,7 @@ def finish(
     if journal.num_truncated:
         logger.warning(
             "%d of %d rows end with an answer that was cut at %d tokens or the server's limit;"
-            " --drop-truncated would leave them out",
+            " --drop-truncated would treat them as failed",
             journal.num_truncated, len(journal), settings.max_tokens,
         )  # fmt: skip
     journal.write_output()

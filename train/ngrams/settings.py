@@ -8,6 +8,7 @@ from pathlib import Path
 from specdec.files.ngram_limits import MAX_CONTINUATIONS, MAX_ORDER
 from specdec.options import option_group, setting
 
+FILES = option_group("Files")
 COUNTS = option_group("Counts")
 
 
@@ -15,16 +16,16 @@ COUNTS = option_group("Counts")
 class NgramTableSettings:
     """Settings of `specdec-train ngrams`."""
 
-    data: list[str] = setting(
+    data: list[str] = FILES(
         required=True, metavar="FILE...",
         help="Texts or conversations, as of specdec-train: .jsonl, .json, .txt. Of conversations"
         " and completions the answers count.",
     )  # fmt: skip
-    tokenizer_dir: str = setting(
+    tokenizer_dir: str = FILES(
         required=True, metavar="DIR",
         help="Folder, Hub id or GGUF file of the tokenizer whose models the table is for.",
     )  # fmt: skip
-    output: Path = setting(
+    output: Path = FILES(
         required=True, metavar="FILE.safetensors", help="The table, for --ngram-table."
     )
     max_order: int = COUNTS(

@@ -64,7 +64,7 @@ class Drafting:
 
 
 # Drafting by the drafter of an engine's checkpoint, as it is.
-NO_OPTIONS = Drafting(options={}, flags={}, budget=DraftBudget("fixed"))
+CHECKPOINT_DRAFTER_ONLY = Drafting(options={}, flags={}, budget=DraftBudget("fixed"))
 
 
 def read_drafting(settings: Any, tokenizer: Any) -> Drafting:
@@ -234,7 +234,7 @@ def make_drafter(
     """
     if not methods:
         return Drafter()
-    drafting = drafting or NO_OPTIONS
+    drafting = drafting or CHECKPOINT_DRAFTER_ONLY
     refuse_trees(methods, engine.config)
     context = DraftContext(
         decoder=engine.decoder,

@@ -23,7 +23,7 @@ from specdec.text.token_map import TokenMap
 TOP_K = 4  # nodes of a level that are gone on from, and tokens drafted from each
 # A draft model's second choices are right less often than it finds them likely, where the target
 # is greedy: by this temperature the trees of pycode's draft model hold most.
-LEAST_TEMPERATURE = 0.4
+DRAFT_MODEL_MIN_TEMPERATURE = 0.4
 
 
 class ModelTreeDrafter(ModelDrafter):
@@ -44,7 +44,7 @@ class ModelTreeDrafter(ModelDrafter):
         super().__init__(model, self.tree.num_tokens)
         self.max_draft_depth = self.num_again = depth
         self.num_run = self.tree.num_run
-        self._net = _Ranks(self.decoder, self.tokens)
+        self._net = DraftModelNet(self.decoder, self.tokens)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for all requests at once of whose text nothing is left to be read later."""
@@ -59,7 +59,7 @@ class ModelTreeDrafter(ModelDrafter):
         roots = np.array([request.output_ids[-1] for request in ready_requests], np.int64)
         draft = TreeDraft(
             self._net, self._cache, rows, roots, hidden,
-            read_temperatures(ready_requests, LEAST_TEMPERATURE), self.min_gain,
+            read_temperatures(ready_requests, DRAFT_MODEL_MIN_TEMPERATURE), self.min_gain,
             self.decoder.num_positions - 1,
         )  # fmt: skip
         for index, row_draft in zip(ready, self.tree.grow(draft), strict=True):
@@ -75,7 +75,7 @@ class ModelTreeDrafter(ModelDrafter):
         return dataclasses.replace(candidates, tree=Tree(tokens, tree.parents, tree.depths))
 
 
-class _Ranks:
+class DraftModelNet:
     """A draft model as a `TreeNet`: of tokens by their places among those that may be drafted."""
 
     def __init__(self, decoder: Decoder, tokens: TokenMap) -> None:

@@ -354,7 +354,7 @@ class EagleDrafter(PairDrafter):
     ) -> None:  # fmt: skip
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         self.params, self._packed = net.params, pack_drafter(net)
-        self._is_small = decoder.device.type == "cpu"
+        self._is_on_cpu = decoder.device.type == "cpu"
         self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
         eagle3 = self.params.eagle3
         layers = None if eagle3 is None else eagle3.aux_layers
@@ -377,17 +377,17 @@ class EagleDrafter(PairDrafter):
         params = self.params
         max_top_k = count_top_k(params)
         if top_k is None:
-            top_k = min(max_top_k, DEFAULT_CPU_TOP_K) if self._is_small else max_top_k
+            top_k = min(max_top_k, DEFAULT_CPU_TOP_K) if self._is_on_cpu else max_top_k
         if num_tokens is None:
             num_tokens = params.max_draft_len
-            num_tokens = min(num_tokens, self._most_tokens) if self._is_small else num_tokens
+            num_tokens = min(num_tokens, self._most_tokens) if self._is_on_cpu else num_tokens
         check_top_k(top_k, params)
         check_num_tokens("--eagle-tree-tokens", num_tokens, params.max_draft_len, "--max-draft-len")
         self._use(DynamicTree(top_k=top_k, depth=params.max_draft_depth, num_tokens=num_tokens))
 
     def _choose_static(self) -> Choices:
         params = self.params
-        if self._is_small:
+        if self._is_on_cpu:
             num_tokens = min(self._most_tokens, params.max_draft_len)
             return grow_choices(params.num_eagle_layers, num_tokens, params.draft_vocab_size)
         paths = [

@@ -22,12 +22,12 @@ from specdec.engine.tree import BoolArray, IntArray, Tree
 # For a drafter that learned the target's distribution: the token that it finds likeliest is the
 # target's likeliest more often than it is likely. So for greedy requests its probabilities are
 # those of a lower temperature; by this one trees of pycode's ReDrafter and EAGLEs hold most.
-LEAST_TEMPERATURE = 0.5
+DRAFTER_MIN_TEMPERATURE = 0.5
 NO_LAST_POSITION = 2**62
 
 
 def read_temperatures(
-    requests: Sequence[ActiveRequest], min_temperature: float = LEAST_TEMPERATURE
+    requests: Sequence[ActiveRequest], min_temperature: float = DRAFTER_MIN_TEMPERATURE
 ) -> Array:
     """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
     samplings = [request.request.sampling for request in requests]

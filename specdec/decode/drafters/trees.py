@@ -17,8 +17,8 @@ from specdec.engine.tree import IntArray, Tree
 from specdec.errors import Problems, SpecDecError
 from specdec.methods.base import Choices
 
-# Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs half
-# as much again as over one, over 32 three times as much (benchmarks/RESULTS.md).
+# Draft tokens of a tree that nobody chose, on a CPU: there a verify step over 8 tokens costs 1.1
+# to 2 times one of a token, and over 32 2.8 to 7.8 times (benchmarks/RESULTS.md).
 DEFAULT_CPU_TOKENS = 7
 BUDGET_CPU_TOKENS = 20  # the same where only those of them are verified that pay
 # The prior by which that tree grows: the best token at depth i (from 0) is the target's with
