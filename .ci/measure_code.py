@@ -200,7 +200,7 @@ def summarize(measures: Measures) -> dict[str, float]:
 
 
 def print_places(measures: Measures) -> None:
-    """Print the places behind the measures, the worst first."""
+    """Print the places after the measures, the worst first."""
     print(f"bindings: {measures.num_bindings}; names without a noun:")
     print(" ", ", ".join(f"{name} {count}" for name, count in measures.names.most_common()))
     print("docstrings:", *measures.beginnings, sep="\n  ")

@@ -162,7 +162,7 @@ def find_inconsistencies(counts: Counts) -> list[str]:
 
 
 def _find_dead_positions(counts: Counts) -> list[str]:
-    """Return a fault for the first position that accepts nothing behind one that accepts much."""
+    """Return a fault for the first position that accepts nothing after one that accepts much."""
     positions = counts.per_position or ()
     for index, (accepted, next_accepted) in enumerate(itertools.pairwise(positions), 1):
         if next_accepted == 0 and accepted >= ENOUGH_BEFORE:

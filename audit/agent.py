@@ -127,7 +127,7 @@ def audit_agent(audit: Audit) -> list[Check]:
 
 
 def _make_probe(session: Session, index: int) -> Callable[[], StepAnswer]:
-    """Make a request that is sent before, in between and behind: two greedy ones, one drawn."""
+    """Make a request that is sent before, in between and after: two greedy ones, one drawn."""
     client = session.client
     prompt = client.make_prompt(f"{SALT}. {TEXTS[index % len(TEXTS)]}")
     fields = {"temperature": 1.0, "seed": 11} if index == 2 else {}
@@ -192,7 +192,7 @@ def _count_characters(messages: list[dict[str, Any]]) -> int:
 
 
 def _fill(text: str, num_characters: int) -> str:
-    """Return a text with numbered lines behind it, of about so many characters."""
+    """Return a text with numbered lines after it, of about so many characters."""
     lines, length, number = [text], len(text), 0
     while length < num_characters:
         number += 1
@@ -210,7 +210,7 @@ def _render(session: Session, messages: list[dict[str, Any]]) -> AnyPrompt:
 
 
 def _ask_constrained(session: Session, messages: list[dict[str, Any]], turn: int) -> None:
-    """Ask for an output of a grammar behind the turn's prompt, greedily and drawn."""
+    """Ask for an output of a grammar after the turn's prompt, greedily and drawn."""
     schema, holds = GRAMMARS[turn % len(GRAMMARS)]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     drawing: tuple[Json, ...] = ({}, {"temperature": 1.0, "seed": 5 + turn})
@@ -285,7 +285,7 @@ def _describe_start(text: str) -> Unjudged | None:
 
 
 def _sample(session: Session) -> None:
-    """Draw answers at temperature 1, one seed each, behind the session's longest prompts."""
+    """Draw answers at temperature 1, one seed each, after the session's longest prompts."""
     prompts = [answer.step.prompt for answer in session.answers["turns"]]
     for number in range(NUM_SAMPLED):
         prompt = prompts[number % len(prompts)]
@@ -351,7 +351,7 @@ def _shorten(session: Session, name: str, answer: StepAnswer) -> dict[str, Any]:
     client, faults = session.client, session.faults[name]
     steps = client.shorten(answer)
     comment = (
-        "it does not come again behind another text" if steps is None
+        "it does not come again after another text" if steps is None
         else f"{len(steps)} of {answer.number + 1} requests bring it about"
     )  # fmt: skip
     index = next(i for i, text in enumerate(faults) if text.startswith(f"request {answer.number}:"))
@@ -378,7 +378,7 @@ def _compare_probes(session: Session) -> None:
 
 
 def _judge_faults(faults: list[str]) -> str:
-    """Return the verdict of a check with these faults, doubts behind the certain ones."""
+    """Return the verdict of a check with these faults, doubts after the certain ones."""
     if not faults:
         return OK
     return SUSPECT if isinstance(faults[0], Doubt) else FAILED

@@ -16,7 +16,7 @@ from .texts import compare
 SALT = "Session 10000"  # in each prompt: another number makes it a text that no cache has
 MAX_TRIALS = 24  # replays of request sequences, to find a short one
 MAX_REPLAYED = 4  # times the session's own texts that all replays together may send
-LEAST_TEXT = 64  # characters that a text of a short sequence keeps, of the salt and behind it
+LEAST_TEXT = 64  # characters that a text of a short sequence keeps, of the salt and after it
 NUM_TOP = 5
 # Fields by which servers leave their cache aside, and do not draft: the first that are taken.
 FRESH_FIELDS: tuple[Mapping[str, Any], ...] = (
@@ -291,7 +291,7 @@ class AgentClient:
         return steps
 
     def _fails(self, steps: Sequence[AgentRequest], step: AgentRequest) -> bool:
-        """Return whether a step behind others is faulty; False where nothing more may be sent."""
+        """Return whether a step after others is faulty; False where nothing more may be sent."""
         self._num_replayed += sum(earlier.size for earlier in steps) + 2 * step.size
         limit = MAX_REPLAYED * sum(earlier.size for earlier in self.steps)
         if self._num_trials >= MAX_TRIALS or self._num_replayed > limit:
@@ -328,7 +328,7 @@ def _find_drift(
 ) -> str | None:
     """Return the first token whose log-probability is not the expected one.
 
-    may_rise: a higher one is right, too: some servers tell it behind the grammar, which takes
+    may_rise: a higher one is right, too: some servers tell it after the grammar, which takes
     tokens away and lets the others rise.
     """
     for index, (token, value) in enumerate(zip(tokens, values, strict=False)):

@@ -17,7 +17,7 @@ from .settings import AuditSettings
 from .texts import Difference, compare
 
 OK, SUSPECT, FAILED, SKIPPED = "ok", "suspect", "failed", "skipped"
-MAX_TIES = 16  # near-ties of a prompt, behind each of which the comparison continues
+MAX_TIES = 16  # near-ties of a prompt, after each of which the comparison continues
 NUM_STOPS = 8  # stop words of a prompt
 NUM_STOP_PROMPTS = 2  # prompts with stop words
 LIMITS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -156,7 +156,7 @@ def _iterate_differences(
 ) -> Iterator[Difference]:
     """Yield the differences of an answer from the expected one.
 
-    Behind a near-tie the reference continues the server's text, and the comparison goes on.
+    After a near-tie the reference continues the server's text, and the comparison goes on.
     """
     start = 0
     for _ in range(MAX_TIES):
@@ -331,7 +331,7 @@ def _find_stop_faults(answer: Completion, greedy: Completion, stop: str, label: 
     position = greedy.text.find(stop)
     if len(answer.text) > position:
         text = answer.text[position : position + 40]
-        return [f"{label}: {text!r} is written behind the text"]
+        return [f"{label}: {text!r} is written after the text"]
     faults = []
     if answer.finish_reason != "stop":
         faults.append(f"{label}: finish_reason is {answer.finish_reason!r}")

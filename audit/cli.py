@@ -19,7 +19,7 @@ HINTS = {
     "narrow_sampling": "sampling from one token must give the greedy text: check the rule that"
     " accepts sampled drafts",
     "seeds": "the server does not keep to the request's seed",
-    "stops": "text behind a stop word reaches clients: the server checks it once per block",
+    "stops": "text after a stop word reaches clients: the server checks it once per block",
     "limits": "max_tokens must hold inside of an accepted block",
     "stream": "clients read the stream wrongly, or other text than without it",
     "usage": "clients are billed by these counts",

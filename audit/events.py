@@ -91,7 +91,7 @@ def _find_field_faults(chunks: Sequence[dict[str, Any]], *, is_chat: bool) -> li
 
 
 def _find_end_faults(choices: Sequence[dict[str, Any]]) -> list[StreamFault]:
-    """Return faults of the finish_reason: there must be one, and no text behind it."""
+    """Return faults of the finish_reason: there must be one, and no text after it."""
     faults = []
     reasons = [choice.get("finish_reason") for choice in choices]
     ends = [index for index, reason in enumerate(reasons) if reason is not None]

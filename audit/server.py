@@ -323,7 +323,7 @@ def _find_origin(url: str) -> tuple[str, str, int | None]:
 def read_counters(page: str, model: str) -> Counts | None:
     """Return the counts of speculation on a page of metrics; None where there are none.
 
-    The page is in Prometheus's form, with vLLM's names behind any prefix, as vLLM, llama-server
+    The page is in Prometheus's form, with vLLM's names after any prefix, as vLLM, llama-server
     and specdec have them. Where a page has labels of models, the counts are this model's.
     """
     sums: collections.Counter[str] = collections.Counter()

@@ -194,7 +194,7 @@ def measure_kills(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             points.append({
                 "share_of_turn": share, "prompt_tokens": len(third), "restored": num_restored,
                 "is_right": talk.is_right(answer),
-                # A hybrid goes on where its state was written: behind an answer or a prompt.
+                # A hybrid goes on where its state was written: after an answer or a prompt.
                 "has_earlier_turns": num_restored >= len(second) - BLOCK_TOKENS,
             })  # fmt: skip
             print(json.dumps(points[-1]), file=sys.stderr, flush=True)

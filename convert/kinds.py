@@ -85,7 +85,7 @@ MARKS = (
         _GEMMAS,
     ),
     Mark(
-        "norms behind the attention and the MLP", (),
+        "norms after the attention and the MLP", (),
         ("*.post_feedforward_layernorm.weight",), _GEMMAS,
     ),
     Mark("inputs of its own for each layer", ("vocab_size_per_layer_input",)),

@@ -1,7 +1,7 @@
 """Execution of a plan: bytes go from the sources to their offsets in the rank files as a stream.
 
 A rank file is cut into writes of a few MB, each at its own offset: bytes that stay as they are, by
-the kernel alone; others by way of a small buffer. Behind the writers comes one reader a file, which
+the kernel alone; others by way of a small buffer. After the writers comes one reader a file, which
 hashes what is in the file, in order, while it is in the page cache. The source files are read once
 more, each from its beginning, for their hashes and for weights that are no finite numbers. So
 memory depends on the number of threads alone, every byte that is hashed is one that a file holds,
@@ -422,7 +422,7 @@ class _Stream:
         return write
 
     def _write_blocks(self, write: ShardWrite, descriptor: int) -> None:
-        """Copy or compute the blocks of a write, one behind the other."""
+        """Copy or compute the blocks of a write, one after the other."""
         position = write.offset
         for block in write.blocks:
             if block.origin is not None:

@@ -1,8 +1,8 @@
 """Zeros in the place of weights, as an unfinished download leaves them in a file of full size.
 
 Legitimate are biases, norms to which 1 is added, matrices that begin as zero (Medusa's and
-ReDrafter's residual linears, DSpark's Markov head, a mask's hidden state), rows of zeros behind a
-vocabulary or an inner size, and columns of zeros behind a row.
+ReDrafter's residual linears, DSpark's Markov head, a mask's hidden state), rows of zeros after a
+vocabulary or an inner size, and columns of zeros after a row.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ LACKS: tuple[tuple[Collection[str], Collection[str], Callable[[Order], Any], str
         ("dflash",), tuple(name for name in EVERY_RUNTIME if name != "speculators"),
         lambda order: order.dflash.aux_layers[-1] == order.source.model.num_hidden_layers - 1
         and {"last": order.dflash.aux_layers[-1]},
-        "the drafter reads the last layer, {last}, whose output z-lab's layout takes behind the"
+        "the drafter reads the last layer, {last}, whose output z-lab's layout takes after the"
         " final norm",
         "export it as speculators, or as hf with a drafter that reads inner layers",
     ),

@@ -183,7 +183,7 @@ def refuse(folder: Path, fact: str) -> None:
 
 
 def find_prefix(folder: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether texts, and pieces behind special tokens, get a space in front.
+    """Return whether texts, and pieces after special tokens, get a space in front.
 
     llama.cpp has one flag for both. Raises SpecDecError for other changes of texts than this and
     spaces written as SPACE.

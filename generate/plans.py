@@ -170,7 +170,7 @@ def check_decoding(
 ) -> None:
     """Raise SpecDecError for a device that is not there, and for drafts that cannot be.
 
-    run: the settings of the run. engines: the planned ones, the draft model's behind the target's.
+    run: the settings of the run. engines: the planned ones, the draft model's after the target's.
     """
     from specdec.decode.drafters import (
         check_draft_sizes,

@@ -165,7 +165,7 @@ def check_drafters(typed_names: list[str]) -> None:
 def _advise_prompt(lists: list[str]) -> str:
     if lists:
         return f"put the prompts before {_join(lists)}, which takes every word after it"
-    return 'write prompts behind the options, such as "def main():", or give --input-file'
+    return 'write prompts after the options, such as "def main():", or give --input-file'
 
 
 def _join(names: list[str]) -> str:

@@ -55,7 +55,7 @@ def find_target(name: str) -> Path:
 def find_candidates(folders: Sequence[str], target: Path) -> tuple[list[Candidate], list[str]]:
     """List what may hold a drafter, each once and without the target, and warn of what holds none.
 
-    folders: those of --among; the Hub's cache comes behind them.
+    folders: those of --among; the Hub's cache comes after them.
     """
     folder_candidates: list[Candidate] = []
     warnings = []

@@ -30,7 +30,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def format_spread(values: dict[str, float], digits: int = 2) -> str:
-    """Return the median, and the lowest and the highest value behind it, as text."""
+    """Return the median, and the lowest and the highest value after it, as text."""
     return (
         f"{values['median']:.{digits}f}"
         f" ({values['lowest']:.{digits}f}-{values['highest']:.{digits}f})"

@@ -28,7 +28,7 @@ def list_sizes(max_size: int) -> list[int]:
 
 
 def make_step(past_len: int, size: int, batch_size: int = 1) -> Step:
-    """Make a step over a chain of `size` tokens in every row, behind `past_len` cached ones."""
+    """Make a step over a chain of `size` tokens in every row, after `past_len` cached ones."""
     causal = np.tril(np.ones((size, size), np.bool_))
     return Step(
         rows=np.arange(batch_size),

@@ -11,7 +11,7 @@ from specdec.text.text_stream import decode_text, read_stream
 
 CONTEXT = 8  # tokens of context with which rejected tokens are decoded
 REJECTED = "rejected"
-# Texts before and behind each kind of piece: marks like wdiff's, or a terminal's colours.
+# Texts before and after each kind of piece: marks like wdiff's, or a terminal's colours.
 MARKS = {"draft": ("{+", "+}"), REJECTED: ("[-", "-]"), "bonus": ("<", ">"), "plain": ("", "")}
 RESET = "\x1b[0m"
 COLOURS = {
@@ -23,7 +23,7 @@ COLOURS = {
 NAMES = {
     "draft": "accepted draft",
     REJECTED: "rejected draft",
-    "bonus": "the target's own behind a draft",
+    "bonus": "the target's own after a draft",
     "plain": "nothing drafted",
 }
 

@@ -118,7 +118,7 @@ class Choice(Job):
             if token.end > length and not is_begun:
                 break
             if event.finish_reason == "stop" and token.start >= length:
-                break  # behind a stop word; an end token has no text, and belongs to the answer
+                break  # after a stop word; an end token has no text, and belongs to the answer
             self.tokens.append(self._pending.pop(0))
 
     def take_deltas(self) -> list[Delta]:

@@ -196,7 +196,7 @@ class Metrics:
 def describe_jobs(jobs: Sequence[Job], num_choices: int = 1) -> dict[str, Any]:
     """Return an answer's `metrics`, in vLLM's names; of several choices, sums and longest times.
 
-    num_choices: how many jobs, one behind the other, are choices of one prompt, which counts once.
+    num_choices: how many jobs, one after the other, are choices of one prompt, which counts once.
     """
     first_jobs = jobs[::num_choices]
     stats = [job.stats for job in first_jobs if job.stats is not None]

@@ -157,7 +157,7 @@ def _is_hosted(tool: Any) -> bool:
 
 
 def _list_functions(tool: Mapping[str, Any], path: str) -> list[tuple[str, Any]]:
-    """Return the functions of a namespace behind their paths."""
+    """Return the functions of a namespace after their paths."""
     if not is_text(tool.get("name")):
         raise refuse(f"{path}.name", f"is {shorten(tool.get('name'))}, not a text")
     functions = tool.get("tools")

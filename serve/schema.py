@@ -18,7 +18,7 @@ MAX_BIASES = MAX_CHOICE = MAX_TOOLS = 1024
 PROMPT = "prompt"  # group of settings: fields of a Prompt
 TEMPLATE = "template"  # group of settings: variables of the chat template
 Message = dict[str, Any]
-Turns = list[tuple[str, Message]]  # messages, each behind its path in the body
+Turns = list[tuple[str, Message]]  # messages, each after its path in the body
 
 
 def is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
@@ -407,7 +407,7 @@ class ConversationBody(GenerationBody):
         return self.list_given(TEMPLATE)
 
     def list_tools(self) -> list[tuple[str, Any]]:
-        """Return the tools that the model may call, each behind its path in the body."""
+        """Return the tools that the model may call, each after its path in the body."""
         if not self.tools:
             return []
         if not isinstance(self.tools, list) or len(self.tools) > MAX_TOOLS:

@@ -327,7 +327,7 @@ class GrammarWriter:
         if form.is_bare:
             self._rules["PLAIN"] = r"/([^\s{\[`](.|\n)*)?/"
             return "calls | PLAIN"
-        # Text behind the marker is a call; the marker is one token or is spelled out.
+        # Text after the marker is a call; the marker is one token or is spelled out.
         self._rules["trigger"] = self._write_text_to(form.begin)
         self._rules["rest"] = f"{self._write_literal(form.prefix[len(form.begin) :])} {ending}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"

@@ -1,4 +1,4 @@
-"""Engines of one target behind every method, for the tests that try them all."""
+"""Engines of one target after every method, for the tests that try them all."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def count_table(texts: Sequence[Sequence[int]], num_tokens: int) -> NgramTable:
     return make_table(orders, num_tokens=num_tokens, sha256="none")
 
 
-# Of whatever model's tokens: each with the numbers behind it.
+# Of whatever model's tokens: each with the numbers after it.
 TABLE = count_table([[(start + step) % 60 for step in range(9)] for start in range(60)], 60)
 
 

@@ -166,7 +166,7 @@ def make_empty_model(model_dir: str, config: Any) -> Any:
 
 
 def find_last_norm(model: Any, config: Any) -> tuple[str, torch.nn.Module]:
-    """Return the name and module of the norm behind a model's stack of layers."""
+    """Return the name and module of the norm after a model's stack of layers."""
     width, num_layers = int(config.hidden_size), int(config.num_hidden_layers)
     norms = [
         (f"{name}.{child_name}" if name else child_name, child)

@@ -1,7 +1,7 @@
 """Hidden states in files of the form that vLLM's connectors and speculators write.
 
     token_ids              [T] int64
-    hidden_states          [T, L, D] outputs behind L numbers of layers; in FP8 with
+    hidden_states          [T, L, D] outputs after L numbers of layers; in FP8 with
     hidden_states_scales   [T, 1, 1] float32, of the package hs-connectors
 
 vLLM numbers states by the layers that were run before: 0 is the embedding, n is the output of the

@@ -39,7 +39,7 @@ class StatesServer:
         self._http = HttpClient(os.environ.get(KEY_VARIABLE, "").strip() or None, TIMEOUT)
 
     def fetch(self, tokens: Array) -> tuple[TensorFile, int | None]:
-        """Return the file of a row's states, and the token that the server decodes behind it."""
+        """Return the file of a row's states, and the token that the server decodes after it."""
         ids = [int(token) for token in tokens]
         # Some answers carry the prompt's ids twice. No model is named: the server has one.
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}

@@ -39,7 +39,7 @@ class Tracker:
     """A run of a tracker, which only the main process has."""
 
     def __init__(self, settings: TrainSettings, step: int) -> None:
-        """Begin a run, or go on with one behind a step; raise SpecDecError where it cannot."""
+        """Begin a run, or go on with one after a step; raise SpecDecError where it cannot."""
         assert settings.tracker in TRACKERS
         self.name = name = settings.tracker
         try:

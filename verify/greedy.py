@@ -87,7 +87,7 @@ def compare_text(
     """Compare an engine's text with the tokens that the model writes by itself.
 
     logits: [n, V], by which the model would choose each of the first n tokens after the engine's
-    text. The first difference is between the two texts. Behind it, tokens are compared with the
+    text. The first difference is between the two texts. After it, tokens are compared with the
     model's choices after the engine's text.
     """
     output = text.output_ids[: len(logits)]

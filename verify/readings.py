@@ -1,6 +1,6 @@
 """Reference tokenization of texts: tokenizer.json by package tokenizers, without transformers.
 
-An engine with a wrong tokenizer writes the text that the model writes behind the same wrong
+An engine with a wrong tokenizer writes the text that the model writes after the same wrong
 tokens, so that a comparison of tokens alone cannot find the fault.
 """
 
@@ -71,7 +71,7 @@ def find_wrong_readings(
         model_text = reference.decode(text.output_ids, skip_special_tokens=False)
         if engine_text != model_text:
             facts.append(
-                f"tokens behind prompt {text.prompt} are {shorten(engine_text)} to the engine"
+                f"tokens after prompt {text.prompt} are {shorten(engine_text)} to the engine"
             )
             facts[-1] += f", {shorten(model_text)} to the model"
     return facts

@@ -2,7 +2,7 @@
 
 Names of modules differ from family to family. So the layers are the list of as many modules as the
 model has layers, which a text goes through; of a layer's own modules with matrices the first one
-that is called is its mixer (attention, linear attention, a convolution), and those behind it are
+that is called is its mixer (attention, linear attention, a convolution), and those after it are
 its MLP or its experts.
 
 Legend: T tokens of a text, D hidden, V vocabulary.

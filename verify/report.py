@@ -146,7 +146,7 @@ def describe_divergence(
 ) -> str:
     """Return a divergence as one line; each label stands before its side's token."""
     run = "" if divergence["run"] == "batch" else " alone"
-    suffix = "" if divergence["is_first"] else " (behind the first difference)"
+    suffix = "" if divergence["is_first"] else " (after the first difference)"
     return (
         f"prompt {divergence['prompt']}{run}, position {divergence['position']}{suffix}:"
         f" {engine_label} {_name(divergence, 'engine')}, {model_label}"

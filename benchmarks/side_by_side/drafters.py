@@ -105,7 +105,7 @@ def grow_head_norm(
     """
     is_key = name.endswith("k_norm.weight")
     places, size = place_heads(small, large, kv=is_key), large["head_dim"]
-    # grow_tensors has made queries larger by this, for the divisor: behind a norm, its weight is.
+    # grow_tensors has made queries larger by this, for the divisor: after a norm, its weight is.
     growth = math.sqrt(size / small["head_dim"])
     matrix = grown[name.replace("norm", "proj")]
     rows = matrix[places] * math.sqrt(small["hidden_size"] / large["hidden_size"])

@@ -14,7 +14,7 @@ BURST = 0.001  # seconds: what comes closer together was made by one step
 def describe(replies: Sequence[Reply], seconds: float, tokenizer: Any) -> dict[str, Any]:
     """The figures of one run. Times are in milliseconds, each median and 99th percentile.
 
-    itl: of every token but the first arrival's, by what its arrival was behind the one before it,
+    itl: of every token but the first arrival's, by what its arrival was after the one before it,
     divided by the tokens that came together, as SGLang's benchmark has it: servers differ in
     whether a step's tokens come as one event. gap: between such arrivals, undivided.
     """

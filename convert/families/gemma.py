@@ -45,7 +45,7 @@ MODULES2 = MODULES1 | _add_one({OUR_LAYER + name: (HF_LAYER + name,) for name in
 
 
 def refuse_two_directions(reader: ConfigReader) -> None:
-    """Note a problem where tokens see those behind them, as in models of embeddings."""
+    """Note a problem where tokens see those after them, as in models of embeddings."""
     refuse_unless(
         reader, "use_bidirectional_attention", False,
         remedy="models that read text in both directions write none, and are not supported",

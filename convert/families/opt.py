@@ -1,4 +1,4 @@
-"""OPT, with the smaller embedding and the norms behind each part that OPT-350m has."""
+"""OPT, with the smaller embedding and the norms after each part that OPT-350m has."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _find_outputs(
         if layers[-1] == depth - 1:
             reader.refuse(
                 f"target_layer_ids names the last layer, {depth - 1}, whose output z-lab's code"
-                " takes behind the final norm",
+                " takes after the final norm",
                 "use a drafter that reads inner layers",
             )
         return layers

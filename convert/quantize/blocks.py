@@ -144,7 +144,7 @@ def _plan_blocks(
             block = Block(source_slice.block.start, source_slice.block.stop)
             slices.append(SourceSlice(source, source_slice.name, block))
     num_missing_rows = num_rows - sum(source_slice.block.num_rows for source_slice in rows)
-    if num_missing_rows:  # rows of zeros behind the vocabulary, in blocks of some type
+    if num_missing_rows:  # rows of zeros after the vocabulary, in blocks of some type
         types += [dataclasses.replace(types[-1], block=Block(0, 1))] * num_missing_rows
     return {
         f"{module}.weight": PlannedTensor(TensorInfo("uint8", (*shape, width)), tuple(rows)),

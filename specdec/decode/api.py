@@ -297,7 +297,7 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] = (),
         **settings: Any,
     ) -> Output:
-        """Answer a conversation by the chat template; the output's `message` goes behind it.
+        """Answer a conversation by the chat template; the output's `message` goes after it.
 
         messages: in OpenAI's form, with tool_calls and results of tools. tools: functions that the
         answer may call, in OpenAI's form. settings: fields of a Prompt, such as max_output_len or

@@ -25,7 +25,7 @@ class Output:
 
     text: without the stop word, empty where the engine has no tokenizer. token_ids: the new tokens,
     the one that ended them included. origins: how each new token came: "draft", an accepted draft;
-    "bonus", the target's own token behind a draft; "plain", a token for which nothing was drafted.
+    "bonus", the target's own token after a draft; "plain", a token for which nothing was drafted.
     finish_reason: "length", "eos", "stop" or "cancelled"; None of a stream that goes on.
     logprobs: one a token where the prompt asks for them, else empty. prompt_logprobs: those of the
     prompt's tokens, None of the first. logits: [tokens, V] in float32, where `generate` was to

@@ -1,4 +1,4 @@
-"""Prefill: prompts go into the cache in chunks, side by side, behind their cached prefixes."""
+"""Prefill: prompts go into the cache in chunks, side by side, after their cached prefixes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class PromptReader:
         """Choose the next chunk.
 
         max_tokens: of the pass; None is as many as one should have. num_others: rows of `min_size`
-        tokens or fewer that the pass will have as well, padded to its size behind `max_past`
+        tokens or fewer that the pass will have as well, padded to its size after `max_past`
         committed positions at most. reads_all: whether the hidden states of all tokens are read,
         instead of only those of the prompts' last tokens.
         """

@@ -288,7 +288,7 @@ def _make_sampling(prompt: Prompt, tokenizer: Any) -> SamplingParams:
 
 
 def _list_bad_words(words: Sequence[str], tokenizer: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens that words are written with, behind a space and without one."""
+    """Yield the tokens that words are written with, after a space and without one."""
     for word in words:
         for text in (word, f" {word.lstrip()}"):
             yield tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["length", "eos", "stop", "cancelled"]
 Origin = Literal["draft", "bonus", "plain"]
-# How a token came: as an accepted draft, as the target's own behind a draft, or with none drafted.
+# How a token came: as an accepted draft, as the target's own after a draft, or with none drafted.
 DRAFT: Origin = "draft"
 BONUS: Origin = "bonus"
 PLAIN: Origin = "plain"
@@ -204,7 +204,7 @@ class ActiveRequest:
 
     @functools.cached_property
     def grammar(self) -> GrammarState | None:
-        """State of the request's grammar behind its output so far."""
+        """State of the request's grammar after its output so far."""
         grammar = self.request.grammar
         return None if grammar is None else grammar.follow(self.output_ids)
 

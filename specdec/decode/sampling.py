@@ -31,7 +31,7 @@ class SamplingParams:
     the likeliest token's probability, 0 keeps all. Applied in this order, as transformers' logits
     processors are. Before them, shaping.py: logit_bias, (token, what is added to its logit), and
     the penalties; then what leaves tokens out: all but allowed_ids (None allows all), the last
-    token of each of bad_words, tokens in order, behind its others, and ends before min_tokens.
+    token of each of bad_words, tokens in order, after its others, and ends before min_tokens.
     """
 
     temperature: float = 0.0

@@ -2,7 +2,7 @@
 
 A block has the numbers of `BLOCK_TOKENS` tokens of a text: the target's keys and values, or what a
 drafter keeps. Its key is made of all tokens up to its end, and of all that the numbers depend on
-besides. A hybrid's states are written behind prompts and texts, with the numbers behind the last
+besides. A hybrid's states are written after prompts and texts, with the numbers after the last
 whole block. Blocks are copied between two steps, and written by a thread of their own.
 """
 
@@ -56,7 +56,7 @@ class TextKeys:
         return num_blocks
 
     def name(self, kind: str, num_blocks: int, tokens: Sequence[int] = ()) -> str:
-        """Return the key of what a kind of numbers has behind so many blocks and some tokens."""
+        """Return the key of what a kind of numbers has after so many blocks and some tokens."""
         digest = _hash(self._sums[num_blocks], kind.encode() + b"\0" + _encode(tokens))
         return digest.hex()[:KEY_DIGITS]
 
@@ -87,7 +87,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Stop:
-    """Place where a text can go on: behind so many blocks, and behind an end of a text if any."""
+    """Place where a text can go on: after so many blocks, and after an end of a text if any."""
 
     num_blocks: int
     end: BlockName | None = None
@@ -317,7 +317,7 @@ class Sessions:
         return True
 
     def _keep_end(self, row: _Row, length: int) -> bool:
-        """Keep a hybrid's state behind so many tokens; return whether it is, or cannot be."""
+        """Keep a hybrid's state after so many tokens; return whether it is, or cannot be."""
         states, index = self._cache.states, row.request.row
         assert states is not None
         snapshot = states.get_snapshot(index, length)

@@ -38,7 +38,7 @@ class BlockMatrix:
 
     @functools.cached_property
     def depth(self) -> int:
-        """Number of weights in a row, by its widest type, whose rows have no zeros behind them."""
+        """Number of weights in a row, by its widest type, whose rows have no zeros after them."""
         kinds = [TYPES[number] for number, _, _ in self.list_parts()]
         widest = max(kinds, key=lambda kind: kind.num_bytes / kind.size)
         return self.rows.shape[1] // widest.num_bytes * widest.size

@@ -130,6 +130,6 @@ class ExpertLayer:
 
 
 def _join_biases(linears: Sequence[Linear]) -> Tensor | None:
-    """Return the biases of all linears one behind the other, None where they have none."""
+    """Return the biases of all linears one after the other, None where they have none."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return torch.stack(biases) if biases else None

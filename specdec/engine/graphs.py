@@ -324,7 +324,7 @@ class PackedStep:
         num_rows, num_tokens, num_new = self.tree_mask.shape
         device, tree_mask = self.past.device, self.tree_mask
         behind = torch.arange(1, size + 1, device=device)  # each position
-        # Columns of a table: what is committed, the entries of the step, what is behind them.
+        # Columns of a table: what is committed, the entries of the step, what is after them.
         column = (behind - self.past[:, None]).clamp_(0, num_new + 1)[:, None]  # [B, 1, S]
         if window is not None:
             lowest = self.positions[:, :, None] - window + 1  # [B, T, 1]

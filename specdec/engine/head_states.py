@@ -128,7 +128,7 @@ class HeadStateLayer:
         return self.finish(run_outputs, v, gate).flatten(2)
 
     def convolve(self, text: Tensor, size: int) -> Tensor:
-        """Return the channels of the newest `size` tokens, [n, T, C], behind the convolution."""
+        """Return the channels of the newest `size` tokens, [n, T, C], after the convolution."""
         mixed = sum(
             (text[:, tap : tap + size] * self.taps[tap] for tap in range(self.sizes.num_taps)),
             start=torch.zeros((), device=text.device),

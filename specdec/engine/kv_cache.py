@@ -24,8 +24,8 @@ class RowNumbers(NamedTuple):
     """Numbers that are kept for the tokens of each row's text, and by which it can go on.
 
     values: their tensor, with an axis of rows and one of positions. lens: of each row, the tokens
-    that have some. num_ahead: tokens behind its own that a position's numbers depend on. is_needed:
-    whether a text goes on only behind tokens that have them.
+    that have some. num_ahead: tokens after its own that a position's numbers depend on. is_needed:
+    whether a text goes on only after tokens that have them.
     """
 
     name: str
@@ -114,7 +114,7 @@ class KVCache:
             self.states.reach(row, start + len(path))
 
     def find_prefix(self, row: int, length: int) -> int:
-        """Find the longest prefix of a row, up to `length`, behind which a text can go on."""
+        """Find the longest prefix of a row, up to `length`, after which a text can go on."""
         past = int(self.past_lens[row])
         length = min(length, past)
         return length if self.states is None else self.states.find_length(row, length, past)
@@ -122,7 +122,7 @@ class KVCache:
     def request_prefixes(self, row: int, lengths: Collection[int]) -> bool:
         """Return whether `find_prefix` will find prefixes of these lengths in a row in use.
 
-        A hybrid's states are copied behind each of these lengths from now on.
+        A hybrid's states are copied after each of these lengths from now on.
         """
         return self.states is None or self.states.request_snapshots(row, lengths)
 

@@ -104,7 +104,7 @@ class EngineConfig:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the longest text and the deepest draft behind it."""
+        """Number of positions of the longest text and the deepest draft after it."""
         drafter, build = self.checkpoint.drafter, self.build
         depth = drafter.max_draft_depth if drafter else build.max_draft_len
         if not self.has_fixed_drafts:

@@ -28,7 +28,7 @@ from specdec.model.config import Recurrence
 
 MAX_SNAPSHOTS = 3  # of a row, each as large as the row's state
 # A copy of a row's state: how many tokens are in it, the state [L, V, I, J], the window
-# [L, taps - 1, C], and the logs of the tokens behind those, by kind.
+# [L, taps - 1, C], and the logs of the tokens after those, by kind.
 Snapshot = tuple[int, Tensor, Tensor, list[Tensor]]
 
 
@@ -127,7 +127,7 @@ class LinearStates:
         self.num_logged[runs.rows] = runs.counts - runs.certain
 
     def find_length(self, row: int, length: int, past: int) -> int:
-        """Find the most tokens, up to `length`, behind which a row's text can go on.
+        """Find the most tokens, up to `length`, after which a row's text can go on.
 
         past: number of the row's committed tokens.
         """
@@ -138,7 +138,7 @@ class LinearStates:
     def request_snapshots(self, row: int, lengths: Collection[int]) -> bool:
         """Copy a row's state when so many tokens of it are committed.
 
-        Returns whether there is a snapshot behind each of the lengths, or will be.
+        Returns whether there is a snapshot after each of the lengths, or will be.
         """
         self._requested[row] |= {length for length in lengths if length > self.lens[row]}
         return set(lengths) <= self._requested[row] | self._snapshots[row].keys()
@@ -148,13 +148,13 @@ class LinearStates:
         return min((n for n in self._requested[row] if n > self.lens[row]), default=sys.maxsize)
 
     def reach(self, row: int, past: int) -> None:
-        """Copy a row's state if a snapshot was requested behind `past` tokens."""
+        """Copy a row's state if a snapshot was requested after `past` tokens."""
         if past in self._requested[row]:
             self._requested[row].remove(past)
             self.take_snapshot(row, past)
 
     def take_snapshot(self, row: int, length: int) -> None:
-        """Copy a row's state behind `length` tokens in place of the least recently used copy."""
+        """Copy a row's state after `length` tokens in place of the least recently used copy."""
         snapshots = self._snapshots[row]
         lens, state, window, logs = self._view(row, length)
         snapshots[length] = lens, state.clone(), window.clone(), [log.clone() for log in logs]
@@ -163,7 +163,7 @@ class LinearStates:
         self.moves += [-1, row, length]
 
     def copy(self, source: int, row: int, length: int) -> None:
-        """Let a row go on behind `length` tokens of another row, or of itself.
+        """Let a row go on after `length` tokens of another row, or of itself.
 
         length: of `find_length`.
         """
@@ -185,7 +185,7 @@ class LinearStates:
         self._snapshots[row] = {n: snapshot for n, snapshot in snapshots.items() if n <= length}
 
     def _is_live(self, row: int, length: int) -> bool:
-        """Return whether a row's present state tells that behind so many tokens."""
+        """Return whether a row's present state tells that after so many tokens."""
         return bool(self.lens[row] <= length <= self.lens[row] + self.num_logged[row])
 
     def _put(self, row: int, snapshot: Snapshot) -> None:
@@ -194,11 +194,11 @@ class LinearStates:
             row_logs[:, row, : log.shape[1]] = log
 
     def list_snapshots(self, row: int) -> list[int]:
-        """Return the numbers of tokens behind which a row's states are kept."""
+        """Return the numbers of tokens after which a row's states are kept."""
         return [*self._snapshots[row]]
 
     def get_snapshot(self, row: int, length: int) -> Snapshot | None:
-        """Return a row's state behind so many tokens, which is not copied; None if there is none.
+        """Return a row's state after so many tokens, which is not copied; None if there is none.
 
         The logs of the present state are those of the tokens before `length` alone.
         """
@@ -216,7 +216,7 @@ class LinearStates:
         return num_state, state, window, logs
 
     def restore(self, row: int, length: int, snapshot: Snapshot) -> None:
-        """Let a row go on behind so many tokens by a state that was kept elsewhere, also later."""
+        """Let a row go on after so many tokens by a state that was kept elsewhere, also later."""
         self._make_room(length - snapshot[0])
         self._put(row, snapshot)
         self.lens[row], self.num_logged[row] = snapshot[0], length - snapshot[0]
@@ -231,7 +231,7 @@ class LinearStates:
                 self.copy(source, row, length)
 
     def _view(self, row: int, length: int) -> Snapshot:
-        """Return the present state of a row behind `length` tokens, which is not copied."""
+        """Return the present state of a row after `length` tokens, which is not copied."""
         lens = int(self.lens[row])
         logs = [log[:, row, : length - lens] for log in self.log]
         return lens, self.state[:, row], self.window[:, row], logs

@@ -48,7 +48,7 @@ class Mamba2(HeadStateLayer):
         return outputs if self.group is None else self._norm(outputs, self.group).to(product.dtype)
 
     def convolve(self, text: Tensor, size: int) -> Tensor:
-        """Return the channels of the newest `size` tokens, [n, T, C], behind the convolution."""
+        """Return the channels of the newest `size` tokens, [n, T, C], after the convolution."""
         mixed = torch.zeros((), device=text.device) if self.conv_bias is None else self.conv_bias
         for tap in range(self.sizes.num_taps):
             mixed = mixed + text[:, tap : tap + size] * self.taps[tap]

@@ -2,7 +2,7 @@
 
 `fc` makes the layer's input of the embedding of a token and the target's last state of the token
 before it, each normed; what comes out, normed, is read by the head, and stands for the target's
-state where the next token is drafted. The states are those behind the final norm, as vLLM,
+state where the next token is drafted. The states are those after the final norm, as vLLM,
 transformers and llama.cpp have them.
 
     text     t0 t1 t2 t3          pairs      (s0, t1) (s1, t2) (s2, t3)

@@ -3,7 +3,7 @@
 Each layer reads the keys and values of the target's last layer of its type (sliding or full
 attention) that has keys of its own. The input is the embedding of a token, as the target scales
 it, and a state of the target's size, side by side through `pre_projection`; what the last layer
-yields, normed, is the head's input, and through `post_projection` the state behind the next token
+yields, normed, is the head's input, and through `post_projection` the state after the next token
 of a draft. Nothing of a draft is written: all its tokens see the committed ones alone, and have the
 position of the first, as transformers and llama.cpp have it.
 
@@ -169,11 +169,11 @@ class MtpAssistantNet:
         return self._run(step, states[:, None], cache)[:, 0]
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
-        """Run drafted tokens behind the head's inputs [B, T, H] of those above; return theirs."""
+        """Run drafted tokens after the head's inputs [B, T, H] of those above; return theirs."""
         return self._run(step, self._post_projection(features.contiguous()), cache)
 
     def _run(self, step: Step, states: Tensor, cache: KVCache) -> Tensor:
-        """Run tokens behind states [B, T, D]; they see the committed positions, and nothing else.
+        """Run tokens after states [B, T, D]; they see the committed positions, and nothing else.
 
         The step's positions and its mask say nothing here.
         """

@@ -175,7 +175,7 @@ class PackedEagle:
         return drafted
 
     def _check_matrices(self, fc: Linear, head: Linear, *, is_third: bool) -> int:
-        """Check what stands before and behind the layers; return the width of a state."""
+        """Check what stands before and after the layers; return the width of a state."""
         size, layers, dtype = self.hidden_size, self.layers, self.dtype
         assert fc.packed is not None
         assert head.packed is not None
@@ -217,7 +217,7 @@ class PackedEagle:
         self, cache: KVCache, features: Tensor, new_states: NewStates | None, pairs: NewPairs,
         tree: TreeLayout, min_gain: float,
     ) -> PairDrafts:  # fmt: skip
-        """Make features of new states, run new pairs, and draft a tree behind each row's last one.
+        """Make features of new states, run new pairs, and draft a tree after each row's last one.
 
         features: [R, positions, D]. The new pairs are committed to the cache, the tree is not.
         """

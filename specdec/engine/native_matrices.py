@@ -104,7 +104,7 @@ class MatrixKernels(KernelLibrary):
     ) -> tuple[list[np.ndarray[Any, Any]], list[int]]:
         """Plan a packed matrix whose rows come in runs of one type.
 
-        runs: of each run its type, its first row and the first row behind it. Returns the header of
+        runs: of each run its type, its first row and the first row after it. Returns the header of
         each, see `BlockRows` in kernels/blocks.h, and the offsets where each begins, the end last.
         """
         headers, offsets = [], [0]

@@ -161,6 +161,6 @@ def name_part(decoder: Decoder, part: str, layer_index: int | None) -> str:
     names = {
         MIXER: mixers.get(type(layer.recurrence), "attention"), MLP: mlp,
         MLP_NORM: f"norm before the {mlp}",
-        OUTPUT: "output behind " + ("MLP and experts" if layer.mixture is not None else mlp),
+        OUTPUT: "output after " + ("MLP and experts" if layer.mixture is not None else mlp),
     }  # fmt: skip
     return f"layer {layer_index}'s {names.get(part, part)}"

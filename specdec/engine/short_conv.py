@@ -57,7 +57,7 @@ class ShortConv:
         return outputs.view(batch, size, width // 3)
 
     def _convolve(self, inputs: Tensor, states: LinearStates, runs: Runs) -> Tensor:
-        """Convolve u of each run [n, T, C] behind that of the tokens before, and note it."""
+        """Convolve u of each run [n, T, C] after that of the tokens before, and note it."""
         size, num_before = inputs.shape[1], self.sizes.num_taps - 1
         rows, log = to_device(runs.rows, inputs.device), states.log[-1]
         earlier = torch.cat((states.window[self.index, rows], log[self.index, rows]), dim=1)

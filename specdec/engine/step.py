@@ -98,7 +98,7 @@ class Segment:
 
 
 def place_tree(tree: Tree, row: int, cache: KVCache) -> Segment:
-    """Return the segment of a draft tree behind the committed tokens of a row."""
+    """Return the segment of a draft tree after the committed tokens of a row."""
     mask = build_tree_mask(tree)
     output_mask = mask[:, 0]  # every node sees the root
     return Segment(row, int(cache.past_lens[row]), tree.tokens, tree.depths, mask, output_mask, 1)

@@ -92,9 +92,9 @@ class Layer:
 class Stack:
     """The layers of one rank, with its own heads.
 
-    final_norm: None where each layer's norms are behind attention and MLP, the last one's too.
+    final_norm: None where each layer's norms are after attention and MLP, the last one's too.
     share: factor of the outputs of attention and MLP when they are added to a layer's input.
-    has_gates: whether qkv has gates of the attention's outputs behind the values. is_uneven:
+    has_gates: whether qkv has gates of the attention's outputs after the values. is_uneven:
     whether layers differ in their heads, or have a part that no usual layer has.
     """
 
@@ -286,7 +286,7 @@ class TorchLayers:
         """Run the layers on the device alone.
 
         placement: where keys go and what is seen, for `_attend`. last_norm: None where nothing is
-        normed behind the last layer. Returns the last output, the same normed, the observed ones.
+        normed after the last layer. Returns the last output, the same normed, the observed ones.
         """
         stack, states, observed_outputs = self.stack, cache.states, []
         runs = begin_runs(step, cache)

@@ -104,7 +104,7 @@ WEIGHT_NAMES = (
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 ADAPTER_CONFIG = "adapter_config.json"
-# What clients of downloads put behind the name of a file that is not finished, or beside it.
+# What clients of downloads put after the name of a file that is not finished, or beside it.
 UNFINISHED = (".aria2", ".part", ".incomplete", ".crdownload", ".partial", ".download")
 MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

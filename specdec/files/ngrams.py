@@ -172,7 +172,7 @@ def _check(table: NgramTable) -> None:
 def hash_tokens(tokenizer: Any, num_tokens: int) -> str:
     """Return the sha256 of what ids below `num_tokens` stand for, of one in `STRIDE` of them.
 
-    So a vocabulary that has more, such as special tokens behind them, is of the table's kind too.
+    So a vocabulary that has more, such as special tokens after them, is of the table's kind too.
     tokenizer: of transformers.
     """
     ids = range(0, min(num_tokens, len(tokenizer)), STRIDE)

@@ -192,7 +192,7 @@ def _read_bytes(path: Path) -> bytes:
 def read_members(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """Read some members of a JSON object; None for those that it lacks.
 
-    Members behind the last of them are not looked at: a tokenizer.json ends with a vocabulary,
+    Members after the last of them are not looked at: a tokenizer.json ends with a vocabulary,
     whose hundred thousands of objects take longer than all else that is read to load a model.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_refuse_twins, parse_constant=_refuse_constant)
@@ -210,7 +210,7 @@ def read_members(path: Path, keys: Collection[str]) -> dict[str, Any]:
 
 
 def _pass_mark(text: str, position: int, mark: str) -> int:
-    """Return the place behind a mark and the spaces around it; ValueError where it is not there."""
+    """Return the place after a mark and the spaces around it; ValueError where it is not there."""
     position = _pass_spaces(text, position)
     if not text.startswith(mark, position):
         raise ValueError(f"Expecting {mark!r} at character {position}")

@@ -2,7 +2,7 @@
 
 A file is a header (a line of JSON), its arrays, each from a multiple of `ALIGNMENT` on, and the
 SHA-256 of all before. It is written under another name, then renamed. Its name is its key, the
-number of blocks before it, and, of the end of a text, the block that it stands behind; so the index
+number of blocks before it, and, of the end of a text, the block that it stands after; so the index
 of a folder is made of names alone. No two processes use a folder at once.
 """
 
@@ -40,7 +40,7 @@ class BlockName:
     """Name of a block's file.
 
     key: what its content is found by. depth: number of blocks before it. parent: of the end of a
-    text, the key of the text before it; num_tail: its tokens behind that.
+    text, the key of the text before it; num_tail: its tokens after that.
     """
 
     key: str
@@ -183,7 +183,7 @@ class SessionFolder:
         return key in self._entries
 
     def list_ends(self, parent: str) -> Sequence[BlockName]:
-        """Return the ends of texts behind a block, the longest first."""
+        """Return the ends of texts after a block, the longest first."""
         with self._mutex:
             return sorted(self._ends.get(parent, ()), key=lambda name: -name.num_tail)
 

@@ -74,7 +74,7 @@ def check_writable(path: Path) -> None:
 def add_texts(
     path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, Any], max_tokens: int
 ) -> None:
-    """Put texts behind those of a file, whose oldest leave it beyond `max_tokens`.
+    """Put texts after those of a file, whose oldest leave it beyond `max_tokens`.
 
     Raises SpecDecError where the file is of another kind or cannot be written.
     """

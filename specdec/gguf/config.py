@@ -369,7 +369,7 @@ def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of linear attention, and how many layers that draft stand behind the others."""
+    """Layers of linear attention, and how many layers that draft stand after the others."""
     heads, key_heads = data.count("ssm.time_step_rank"), data.count("ssm.group_count")
     if heads % key_heads:
         data.refuse(f"ssm.time_step_rank {heads} is no multiple of ssm.group_count {key_heads}")

@@ -51,7 +51,7 @@ def read_layers(data: Metadata, num_layers: int) -> Layers:
         source = layers.num_own - (2 if kind == SLIDING else 1)
         if source < 0 or types[source] != kind:
             data.refuse(
-                f"layers of {kind} behind layer {layers.num_own - 1} would read the keys of layer"
+                f"layers of {kind} after layer {layers.num_own - 1} would read the keys of layer"
                 f" {source}, which is none of these"
             )
     return layers

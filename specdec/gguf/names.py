@@ -100,7 +100,7 @@ MAMBA_NAMES = {
     "mamba.out_proj": "ssm_out",
 }  # fmt: skip
 
-# Layers of linear attention, and the layer that drafts: `nextn` stands behind the others.
+# Layers of linear attention, and the layer that drafts: `nextn` stands after the others.
 HYBRID_NAMES = SEED_NAMES | {
     f"linear_attn.{hf_module}": gguf_module
     for hf_module, gguf_module in {

@@ -32,14 +32,14 @@ class Architecture:
     norm_epsilon: the value where a checkpoint's config.json leaves it out.
     qk_norm: each head's queries and keys are normed before they are rotated.
     is_post_norm: the sum of input and output of attention or MLP is normed, instead of the input;
-    there is no norm behind the last layer.
+    there is no norm after the last layer.
     window_pattern: every so many layers one sees all tokens, the others see a window; None where
     the configuration tells.
     inner_norms: the output of attention and MLP is normed before it is added to the input.
     layers_without_positions: the layers, from 0, whose queries and keys are not rotated.
     adds_one: norms multiply by their weights and one; but for those of linear attention.
     gates_attention: what attention yields is multiplied by the sigmoid of a gate for each head,
-    whose rows lie in qkv behind the values'.
+    whose rows lie in qkv after the values'.
     has_sinks: each query head has a score that takes its part of the softmax and has no value.
     gate_limit: of a gated MLP's g sigmoid(gate_slope g) (u + 1), where g is at most the limit and u
     within it on both sides; None where hidden_act tells. It is computed in mixtures alone, whose

@@ -4,7 +4,7 @@ A matrix [out, in] whose rows are of TYPES has in a checkpoint's file:
 
 | name | type, shape | |
 | --- | --- | --- |
-| `weight` | uint8 [out, bytes] | each row's blocks; zeros behind those of a row that takes fewer |
+| `weight` | uint8 [out, bytes] | each row's blocks; zeros after those of a row that takes fewer |
 | `ggml_types` | uint8 [out] | GGML's number of each row's type |
 
 The matrices of experts [E, out, in] lie in one tensor [E, out, bytes], and the types of all their
@@ -131,7 +131,7 @@ def check_blocks(module: str, rows: Array, types: Array, num_inputs: int) -> Non
 
 
 def widen_rows(matrices: Sequence[Array]) -> list[Array]:
-    """Return matrices of bytes [n, bytes] in one width, with zeros behind narrow rows."""
+    """Return matrices of bytes [n, bytes] in one width, with zeros after narrow rows."""
     width = max(matrix.shape[1] for matrix in matrices)
     paddings = [width - matrix.shape[1] for matrix in matrices]
     return [

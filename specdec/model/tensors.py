@@ -227,7 +227,7 @@ def _list_attention(model: ModelConfig, *, has_keys: bool) -> dict[str, TensorSp
         tensors |= {f"attention.{letter}_layernorm.weight": of_head for letter in "qk"}
     if model.arithmetic.has_sinks:
         tensors[SINKS] = TensorSpec((model.num_attention_heads,), Shard.ROWS)
-    # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
+    # A bias after a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_qkv_bias:
         tensors["attention.qkv.bias"] = TensorSpec((qkv_size,), Shard.QKV)
     if model.has_dense_bias:
@@ -337,7 +337,7 @@ def _list_mlp(model: ModelConfig, layer: int) -> dict[str, TensorSpec]:
     mlp = {"mlp.fc.weight": fc, "mlp.proj.weight": TensorSpec((hidden, inner), Shard.COLUMNS)}
     if arithmetic.mlp == "gated":
         mlp["mlp.gate.weight"] = fc
-    # A bias behind a sum over ranks is whole on every rank; the others split as their rows do.
+    # A bias after a sum over ranks is whole on every rank; the others split as their rows do.
     if model.has_mlp_bias:
         mlp |= {
             "mlp.fc.bias": TensorSpec(fc.shape[:1], fc.shard),
@@ -366,7 +366,7 @@ def _list_added_experts(model: ModelConfig) -> dict[str, TensorSpec]:
 def _list_experts(experts: Experts, hidden: int, *, has_bias: bool) -> dict[str, TensorSpec]:
     """List the tensors of a layer's experts; of two halves the activated is second.
 
-    Their biases, those of all experts one behind the other, are whole on every rank.
+    Their biases, those of all experts one after the other, are whole on every rank.
     """
     num, inner, shared_module = experts.num, experts.inner, experts.shared_name
     tensors = {

@@ -102,7 +102,7 @@ def _read_stat(pid: int) -> tuple[int, str] | None:
 
 
 def _read_fields(pid: int) -> list[str] | None:
-    """Read the fields of /proc behind a process's name, from its state on; None if it has ended."""
+    """Read the fields of /proc after a process's name, from its state on; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -154,7 +154,7 @@ class Parser:
             yield from self._read_marked(form, marker)
 
     def _read_marked(self, form: ToolFormat, marker: str) -> Reading[None]:
-        """Read the calls behind a marker; without a call there, the marker is content."""
+        """Read the calls after a marker; without a call there, the marker is content."""
         marker_start = self._text.index(marker, self._position)
         marker_end, self._has_run_out = marker_start + len(marker), False
         is_bare = marker != form.begin
@@ -230,14 +230,14 @@ class Parser:
         self._position = yield from self._read_end("```" if fence else form.end, end)
 
     def _read_end(self, word: str, position: int) -> Reading[int]:
-        """Return the end of a word that may stand behind a call, whole or cut by the text's end."""
+        """Return the end of a word that may stand after a call, whole or cut by the text's end."""
         behind = yield from self._skip(position)
         if word and (yield from self._has(behind, word)):
             return behind + len(word)
         return len(self._text) if word.startswith(self._text[behind:]) else behind
 
     def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
-        """Read the calls behind a marker; return their end, None where no call stands there.
+        """Read the calls after a marker; return their end, None where no call stands there.
 
         is_bare: whether the marker is missing; a call must then name a tool of the request.
         """
@@ -247,7 +247,7 @@ class Parser:
             call_end = yield from self._read_wrapped(form, position, is_bare)
             if call_end is None:
                 if end is not None and self._is_cut and self._has_run_out:
-                    return len(self._text)  # half a call behind a whole one
+                    return len(self._text)  # half a call after a whole one
                 break
             position = end = call_end
             if not form.call_begin:
@@ -356,7 +356,7 @@ class Parser:
     def _read_arguments(
         self, name: str, position: int, depth: int, *, begins: bool = True
     ) -> Reading[int]:
-        """Read arguments and the `depth` closing brackets behind them; return their end.
+        """Read arguments and the `depth` closing brackets after them; return their end.
 
         begins: whether the call has to be begun.
         """
@@ -365,7 +365,7 @@ class Parser:
         scan, is_over = JsonScan(position), False
         while not is_over:
             is_over = scan.run(self._text)
-            if self._is_over and not is_over:  # cut off, perhaps behind a backslash
+            if self._is_over and not is_over:  # cut off, perhaps after a backslash
                 scan.position, is_over = len(self._text), True
             self._add_arguments(self._text[position : scan.position])
             position = scan.position

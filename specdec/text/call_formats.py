@@ -19,8 +19,8 @@ MAX_NAME = 200  # letters of a tool's name
 class TagForm:
     """Form of arguments that are written as texts between tags.
 
-    key_begin, key_end: the texts around a key. value_begin: the text behind that of a key's end,
-    empty where the value follows at once. value_end: the text behind a value. has_cdata: whether
+    key_begin, key_end: the texts around a key. value_begin: the text after that of a key's end,
+    empty where the value follows at once. value_end: the text after a value. has_cdata: whether
     a value may stand in an XML section of characters.
     """
 
@@ -36,7 +36,7 @@ class ToolFormat:
     """Format of tool calls.
 
     begin, end: the markers around calls. call_begin, call_end: those around each call between
-    them. inner: the beginning of a call behind the marker, where it identifies a call without a
+    them. inner: the beginning of a call after the marker, where it identifies a call without a
     marker. is_bare: whether an answer that begins with the JSON of a call is one, without a
     marker. name_key, arguments: keys of a call's JSON; no arguments where a call is its name and
     then its arguments. name_pattern: a regular expression of what stands between these, empty
@@ -72,7 +72,7 @@ class ToolFormat:
 
     @property
     def is_wrapped(self) -> bool:
-        """True where a call in JSON can stand behind the marker."""
+        """True where a call in JSON can stand after the marker."""
         return not self.name_pattern or bool(self.call_begin)
 
     def list_marks(self) -> list[str]:

@@ -83,7 +83,7 @@ def _write_calls_as_text(
 ) -> list[Message]:
     """Write calls as text.
 
-    moves_results: whether all results behind a call become one message of the user.
+    moves_results: whether all results after a call become one message of the user.
     """
     written_messages: list[Message] = []
     names: dict[str, str] = {}  # function names by the ids of their calls

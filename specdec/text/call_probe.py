@@ -447,7 +447,7 @@ def _find_markers(parts: CallText) -> Markers:
 
 
 def _take_marker(text: str) -> str:
-    """Return the marker that a text begins with; what stands behind it ends the turn."""
+    """Return the marker that a text begins with; what stands after it ends the turn."""
     pieces: list[str] = _PIECE.findall(text)
     if len(pieces) > 1 and len(pieces[0]) > 2:
         return pieces[0]
@@ -536,7 +536,7 @@ def _describe_tagged(parts: CallText) -> ToolFormat | None:
     )  # fmt: skip
     if re.fullmatch(r"\S+[>\]]", markers.begin):
         return form
-    # A call in JSON has no place behind a marker that a name continues.
+    # A call in JSON has no place after a marker that a name continues.
     return dataclasses.replace(form, is_bare=True, prefix="", separator="}; ", suffix="}")
 
 
@@ -545,7 +545,7 @@ def _leave_out(text: str, beginning: str) -> str:
 
 
 def _split_at(text: str, words: Sequence[str]) -> list[str] | None:
-    """Return the texts behind each of several words, in their order; None where one is missing."""
+    """Return the texts after each of several words, in their order; None where one is missing."""
     pieces, position = list[str](), 0
     for word in words:
         start = text.find(word, position)
@@ -557,7 +557,7 @@ def _split_at(text: str, words: Sequence[str]) -> list[str] | None:
 
 
 def _split_key_text(text: str, other_text: str) -> tuple[str, str]:
-    """Return the text behind a key and the one before its value, which two arguments share."""
+    """Return the text after a key and the one before its value, which two arguments share."""
     if text != other_text:  # it tells the value's type
         start = _count_common(text, other_text)
         end = _count_common(text[::-1], other_text[::-1])
@@ -567,7 +567,7 @@ def _split_key_text(text: str, other_text: str) -> tuple[str, str]:
 
 
 def _write_pattern(text: str) -> str:
-    """Return a regular expression of what stands behind a name, for all ids and spaces."""
+    """Return a regular expression of what stands after a name, for all ids and spaces."""
     words = re.split(rf"({CALLS[0].number}|\s+|(?<=[:.])\d+)", text.strip())
     patterns = []
     for word in filter(None, words):

@@ -73,7 +73,7 @@ class ChatError(ValueError):
 
 
 class SeamError(ChatError):
-    """An answer that the target cannot have written behind the prompt that asks for it."""
+    """An answer that the target cannot have written after the prompt that asks for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +354,7 @@ class ChatFormat:
         """Render messages up to an answer, as the target sees them when it writes the answer.
 
         is_cut: whether the answer ends before its end; its text is then what the target wrote so
-        far, behind the prompt that asked for it, and nothing ends it.
+        far, after the prompt that asked for it, and nothing ends it.
         """
         prompt = self._render(messages[:-1], options, ask=True)
         text = self._render(messages, options)
@@ -379,9 +379,9 @@ class ChatFormat:
     def _join_answer(
         self, messages: Sequence[Message], options: Mapping[str, Any], prompt: str, text: str
     ) -> str:
-        """Return the text of an answer behind the prompt, where the template opens it otherwise.
+        """Return the text of an answer after the prompt, where the template opens it otherwise.
 
-        SeamError where the target cannot have written the answer behind that prompt.
+        SeamError where the target cannot have written the answer after that prompt.
         """
         answer = messages[-1]
         num_shared = len(os.path.commonprefix([prompt, text]))
@@ -394,7 +394,7 @@ class ChatFormat:
         if closing not in content or any(answer.get(n) for n in NEEDED_FIELDS if n != "content"):
             raise SeamError(
                 f"the prompt of an answer ends with {shorten(prompt[-40:])}, and the chat template"
-                f" writes the answer behind {shorten(text[:num_shared][-40:])}: the target is never"
+                f" writes the answer after {shorten(text[:num_shared][-40:])}: the target is never"
                 " asked for it like this",
                 "let the target answer with `specdec-train data`, write the content as the target"
                 f" does{f', its thoughts, {closing} and the answer' * bool(tag)}, or give"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Chat templates by name, for models that have none. raw: the contents only, one behind the other.
+# Chat templates by name, for models that have none. raw: the contents only, one after the other.
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",

@@ -64,7 +64,7 @@ class GrammarState:
         return shaped
 
     def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
-        """Leave out the tokens that the grammar forbids, and all behind them.
+        """Leave out the tokens that the grammar forbids, and all after them.
 
         is_drawn: the tree is one path, drawn token by token. Then the first such token stays: it is
         rejected for certain, and what takes its place has to be drawn from what the draft leaves of

@@ -1,6 +1,6 @@
 """Harmony, gpt-oss's format of answers: messages on channels become reasoning, content and calls.
 
-An answer goes on behind `<|start|>assistant`. Each message has a header, which names its channel
+An answer goes on after `<|start|>assistant`. Each message has a header, which names its channel
 and perhaps whom it is for, and ends with a special token. Text on the channel `analysis` is
 reasoning, a message for `functions.NAME` is a call, all else is content
 (https://github.com/openai/harmony).
@@ -48,7 +48,7 @@ def is_harmony(template: str) -> bool:
 
 
 def find_opening(prompt: str) -> str:
-    """Return the last message of a prompt behind `<|start|>`, which the answer goes on with."""
+    """Return the last message of a prompt after `<|start|>`, which the answer goes on with."""
     return prompt.rpartition(START)[2]
 
 
@@ -136,7 +136,7 @@ class HarmonyParser(Parser):
             self._position = position
 
     def _read_message_end(self) -> Reading[None]:
-        """Skip to the next header, behind the mark that ends a message."""
+        """Skip to the next header, after the mark that ends a message."""
         while True:
             end, marker = self._find_first((START, *ENDS))
             if marker:
@@ -204,7 +204,7 @@ def write_turns(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """
     turns: list[Message] = []
     results = {message.get("tool_call_id"): message for message in messages if _is_result(message)}
-    placed: set[int] = set()  # results that stand behind their calls
+    placed: set[int] = set()  # results that stand after their calls
     for message in messages:
         if id(message) in placed:
             continue
@@ -223,7 +223,7 @@ def write_turns(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _split_calls(turn: Message, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Message]:
-    """Yield a message for each of a turn's calls, and behind it the call's result if there is."""
+    """Yield a message for each of a turn's calls, and after it the call's result if there is."""
     for number, (call, result) in enumerate(pairs):
         start = turn if number == 0 else {"role": "assistant", "content": ""}
         yield {**start, "tool_calls": [call]}

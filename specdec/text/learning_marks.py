@@ -18,7 +18,7 @@ LEARNING = frozenset(
     " labels supervise supervised supervision grad gradient backprop backpropagate finetune"
     " finetuned finetuning unmask unmasked".split()
 )
-# Words that turn the meaning round; a noun behind a word of learning (loss_mask) does not.
+# Words that turn the meaning round; a noun after a word of learning (loss_mask) does not.
 NEGATING = frozenset(
     "no not non dont without never mask masks masked masking ignore ignored skip skipped exclude"
     " excluded disable disabled untrained unlearned unsupervised".split()

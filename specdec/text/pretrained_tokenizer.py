@@ -66,7 +66,7 @@ BERT_KEYS = {
     "do_lower_case": "lowercase", "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }  # fmt: skip
-SETTLED_SECONDS = 1.0  # without a change, behind which each change of a file has a time of its own
+SETTLED_SECONDS = 1.0  # without a change, after which each change of a file has a time of its own
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token")
 
 

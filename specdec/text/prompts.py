@@ -143,7 +143,7 @@ class Prompt:
     such a token. skip_special_tokens: False shows special tokens in the text, except one that ends
     it. spaces_between_special_tokens: what transformers' `decode` makes of it. min_tokens: no end
     before so many tokens, and no stop word in their text. bad_words: texts whose last token may not
-    follow the others; as tokenized behind a space and at a beginning, of the output only.
+    follow the others; as tokenized after a space and at a beginning, of the output only.
     allowed_token_ids: the only tokens that may come. Both are refused beside a grammar, and a
     grammar that has come to its end ends a text before min_tokens.
 

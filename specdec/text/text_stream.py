@@ -91,7 +91,7 @@ class TextStream:
             self._is_ended = True
         elif not piece.endswith(INCOMPLETE):
             self._text = text
-            if piece:  # a space behind a special token is no longer one where a text begins
+            if piece:  # a space after a special token is no longer one where a text begins
                 self._context = self._read
             self._read = len(self._ids)
         self.ends.append(len(self._text))

@@ -162,7 +162,7 @@ def _list_caches(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _list_spans(rows: IntArray, max_rows: int) -> Iterator[tuple[int, int]]:
-    """Where in a step rows begin and end that lie one behind the other in the cache."""
+    """Where in a step rows begin and end that lie one after the other in the cache."""
     assert (np.diff(rows) > 0).all()  # a row is once in a step
     span_start = 0
     for index in range(1, len(rows) + 1):

@@ -53,7 +53,7 @@ class NetworkWriter:
         self.trt, self.types, self.dtype, self.rank = trt, name_types(trt), dtype, rank
         self.sizes, self._builder = sizes, builder
         self.meets_ranks = False  # until a layer exchanges something with other ranks
-        # Whether attention takes the lengths of keys and values, behind which nothing is read.
+        # Whether attention takes the lengths of keys and values, after which nothing is read.
         self.has_lengths = hasattr(trt.IAttention, "key_value_lengths")
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = builder.create_network(flag)

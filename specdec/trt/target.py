@@ -154,7 +154,7 @@ class LayersWriter:
         return self._add(x, h, prefix + "post_feedforward_layernorm")
 
     def _add(self, x: Any, partial: Any, norm: str | None = None) -> Any:
-        """Add the ranks' summed update to a layer's input, behind a norm where there is one."""
+        """Add the ranks' summed update to a layer's input, after a norm where there is one."""
         update = self.writer.sum_ranks(partial, self.model.tp_size)
         update = update if norm is None else self.norm(update, norm)
         return self.writer.add(x, self.writer.scale(update, self.model.residual_multiplier))

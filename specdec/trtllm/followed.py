@@ -91,7 +91,7 @@ class Followed:
         stats.unknown_keys = UNTOLD
         steps = None if num_iterations is None else num_iterations - 1
         max_step_tokens = self._folder.max_draft_len + 1
-        # Steps that emitted what was cut behind a stop word are counted too: then it is not known.
+        # Steps that emitted what was cut after a stop word are counted too: then it is not known.
         is_cut = len(tokens) > num_tokens
         if steps is None or is_cut or not steps <= num_tokens - 1 <= steps * max_step_tokens:
             stats.unknown_keys |= UNTOLD_STEPS

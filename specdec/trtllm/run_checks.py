@@ -38,7 +38,7 @@ def check_requests(
     """Raise SpecDecError that lists every request that the engines cannot do."""
     max_length = folder.max_total_len
     if draft is not None:
-        # The draft engine is given all but the last token, and writes a draft behind it.
+        # The draft engine is given all but the last token, and writes a draft after it.
         max_length = min(max_length, draft.max_seq_len - folder.max_draft_len)
     problems = Problems()
     for request in requests:

@@ -20,10 +20,10 @@ class Double(LoopbackServer):
     """Server that writes words by the prompt and their index, three a step.
 
     style: "vllm", "llama" or "bare", which lists no tokens and counts nothing. accepted: of the two
-    tokens that each step drafts; accepted_later: behind `change_after` answers. block: tokens of an
+    tokens that each step drafts; accepted_later: after `change_after` answers. block: tokens of an
     event. other_at: index from which on other words come. narrow_at: index at which another word
     comes where only the likeliest token may be drawn. margin: how much less likely another word is.
-    fail_after: number of answers behind which errors come. positions: counts that are reported in
+    fail_after: number of answers after which errors come. positions: counts that are reported in
     place of the true ones.
     """
 

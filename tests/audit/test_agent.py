@@ -138,7 +138,7 @@ def keep_states() -> Iterator[None]:
 
 
 class ForgetfulMatcher:
-    """A matcher that does not go back behind a draft, so that what is accepted counts twice."""
+    """A matcher that does not go back after a draft, so that what is accepted counts twice."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -292,7 +292,7 @@ class LongServer:
     """Server without log-probabilities that can leave its cache aside, and has limits.
 
     Four characters are a token. most: tokens that it takes. slow: tokens of a prompt that it reads
-    with its cache only, else it raises error. poison: text of a request behind which one with an
+    with its cache only, else it raises error. poison: text of a request after which one with an
     equal beginning is answered wrongly.
     """
 

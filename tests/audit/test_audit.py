@@ -194,7 +194,7 @@ def test_a_reference_without_a_drafter(knowing: tuple[Any, str], tmp_path: Path)
 
 
 def find_drafter(server: Any) -> Any:
-    """The drafter itself, behind what the server's budget puts before it."""
+    """The drafter itself, after what the server's budget puts before it."""
     drafter = server.scheduler.engine._core.drafter
     return drafter.members[0] if drafter.members else drafter
 

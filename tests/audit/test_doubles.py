@@ -92,7 +92,7 @@ def test_a_sound_server(style: str) -> None:
 
 
 def test_differences_and_near_ties() -> None:
-    """The reference's margin tells them apart; behind a near-tie the rest is compared."""
+    """The reference's margin tells them apart; after a near-tie the rest is compared."""
     with Double("vllm", other_at=5) as server:
         with Double("vllm") as plain:
             status, report, err = audit(server.url, "--reference-url", plain.url)

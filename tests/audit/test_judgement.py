@@ -183,7 +183,7 @@ def test_texts_without_ids_are_compared_by_characters() -> None:
     assert (difference.server, difference.reference) == ("'xef'", "'def'")
     assert difference.margin == pytest.approx(0.3), "cx, not c"
     assert difference.cause == "near-tie"
-    # Behind an end another token begins, which lists no others.
+    # After an end another token begins, which lists no others.
     later = compare(complete("abcdxf"), make_reference())
     assert (later.position, later.margin, later.cause) == (4, None, "unknown")
     unknown = compare(complete("abcxef"), complete("abcdef"))

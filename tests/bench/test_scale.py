@@ -1,4 +1,4 @@
-"""benchmarks/scale.py: the page's tables and the sums behind them."""
+"""benchmarks/scale.py: the page's tables and the sums after them."""
 
 from __future__ import annotations
 

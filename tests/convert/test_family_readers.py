@@ -147,7 +147,7 @@ def test_llama() -> None:
 def test_windows(
     family: Family, config: dict[str, Any], window: int | None, types: tuple[str, ...] | None
 ) -> None:
-    """Of what Qwen2 has by default no layer is behind the 28th, so none has a window."""
+    """Of what Qwen2 has by default no layer is after the 28th, so none has a window."""
     model = read(family, **config)
     assert (model.sliding_window, model.layer_types) == (window, types)
 
@@ -678,7 +678,7 @@ def test_gpt_2(tmp_path: Path) -> None:
 
 
 def test_opt(tmp_path: Path) -> None:
-    """The first two rows of positions are padding's; norms may stand behind each part."""
+    """The first two rows of positions are padding's; norms may stand after each part."""
     model = read(opt.OPT, ffn_dim=6, max_position_embeddings=5)
     assert (model.intermediate_size, model.hidden_act) == (6, "relu")
     assert not model.arithmetic.is_post_norm

@@ -97,7 +97,7 @@ def test_redrafters_that_do_not_suit(config: dict[str, Any], fact: str, tmp_path
      ("0", "input_projs")],
 )  # fmt: skip
 def test_names_of_three_trainers(heads: str, projection: str, tmp_path: Path) -> None:
-    """The head is what follows the residual layers: number 2, behind 0 and 1."""
+    """The head is what follows the residual layers: number 2, after 0 and 1."""
     names = [name.replace("lm_head", heads) for name in HEADS] + [projection]
     converter = read_redrafter(tmp_path, names)
     found = converter.find_source_rows(

@@ -47,7 +47,7 @@ def test_a_file_that_was_not_finished(
     if kind == BIN:
         torch.save(load_file(model / FILE), path)
         (model / FILE).unlink()
-        stop = min(stop, 0.98)  # behind the weights is what a zip file ends with
+        stop = min(stop, 0.98)  # after the weights is what a zip file ends with
     if kind == "gguf":
         call("export", "--model-dir", model, "--to", "gguf", "--output-dir", tmp_path / "exported")
         path = tmp_path / "exported" / "model.gguf"
@@ -70,7 +70,7 @@ def test_a_tensor_that_is_zero(name: str, model: Path, convert: Converter) -> No
 
 
 def test_what_may_be_zero(model: Path, convert: Converter, log: pytest.LogCaptureFixture) -> None:
-    """Padding behind a vocabulary and an inner size; a layer that does nothing is told."""
+    """Padding after a vocabulary and an inner size; a layer that does nothing is told."""
     with change_tensors(model) as tensors:
         tensors[EMBEDDING][-60:] = 0
         tensors[FC][-40:] = 0

@@ -1,4 +1,4 @@
-"""Tensor files and output folders: bytes, casts, damage, and what a failure leaves behind."""
+"""Tensor files and output folders: bytes, casts, damage, and what a failure leaves after."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_force_replaces_everything(tmp_path: Path) -> None:
 
 
 def test_an_output_that_no_rename_can_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a container, a folder behind a file, a disk that is read-only."""
+    """A volume of a container, a folder after a file, a disk that is read-only."""
     (tmp_path / "file").touch()
     with refused("cannot be written: .*/file is a file"):
         check_output_dir(tmp_path / "file" / "out", force=True)

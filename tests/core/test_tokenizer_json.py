@@ -110,7 +110,7 @@ def test_ids_and_texts_are_those_of_package_tokenizers(
     kind: str, named: str | None, model_type: str, ends: str,
     backends: dict[str, str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """SmolLM's class split runs of spaces otherwise, Llama's lost the space behind <s>."""
+    """SmolLM's class split runs of spaces otherwise, Llama's lost the space after <s>."""
     config = NAMES | ({"tokenizer_class": named} if named else {})
     folder = write(tmp_path, backends[kind], config, model_type=model_type, ends=ends)
     expected, loaded = Tokenizer.from_file(str(folder / "tokenizer.json")), load_tokenizer(folder)

@@ -42,7 +42,7 @@ def make_pieces() -> Any:
 
 
 def make_added() -> Any:
-    """Special tokens lie behind the vocabulary, others between them."""
+    """Special tokens lie after the vocabulary, others between them."""
     letters = {letter: number for number, letter in enumerate(string.printable)}
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocab=letters, merges=[]))

@@ -128,7 +128,7 @@ def make_step(rows: list[int], starts: list[int], size: int, **changes: Any) -> 
 
 
 def test_a_message_is_what_its_bytes_say() -> None:
-    """Of any type and shape, and empty; what lies behind it is ignored."""
+    """Of any type and shape, and empty; what lies after it is ignored."""
     arrays = {
         "mask": np.array([[True, False]]), "none": np.zeros((0, 3), np.int64),
         "turned": np.arange(6, dtype=np.float32).reshape(2, 3).T, "one": np.array(7, np.uint8),
@@ -254,7 +254,7 @@ def test_a_decoder_is_opened_on_all_ranks(ranks: OneRank, tmp_path: Path) -> Non
 
 
 def test_tokens_that_the_host_does_not_know() -> None:
-    """A step of one token a row, behind what is committed, then committed; other rows stay."""
+    """A step of one token a row, after what is committed, then committed; other rows stay."""
     decoder = Decoder(MODEL, make_weights(MODEL), **OPTIONS)
     decoder.observed_layers = (0,)
     cache, again = decoder.make_cache(3, 8), decoder.make_cache(3, 8)

@@ -123,7 +123,7 @@ def test_a_conversation_goes_on_after_a_restart(name: str, tmp_path: Path) -> No
         assert engine.sessions is not None
         num_restored, num_blocks = engine.sessions.num_restored_tokens, len(later) // BLOCK_TOKENS
     assert describe(reopened) == cold
-    is_hybrid = name == "hybrid, mtp"  # whose state behind the answer is kept
+    is_hybrid = name == "hybrid, mtp"  # whose state after the answer is kept
     assert num_restored >= (len(PROMPT) + ANSWER_LEN - 6 if is_hybrid else 2 * BLOCK_TOKENS)
     assert num_restored >= (num_blocks - 1) * BLOCK_TOKENS
     # Of the answer before, the file has whole blocks, and memory had all.
@@ -202,7 +202,7 @@ def test_no_engine_takes_blocks_of_another(
 
 
 def measure_after_writes(folder: SessionFolder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the bytes of all blocks behind each write, by its thread."""
+    """Return a list that gets the bytes of all blocks after each write, by its thread."""
     sizes: list[int] = []
     write = folder.write
 

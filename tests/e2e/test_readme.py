@@ -36,7 +36,7 @@ def test_readme_shows_the_one_command_and_the_three() -> None:
 
 
 def test_readme_is_short_and_has_its_parts_in_order() -> None:
-    """A reader has sixty seconds, and one page of contents behind it."""
+    """A reader has sixty seconds, and one page of contents after it."""
     lines = README.read_text().splitlines()
     words = " ".join(line for line in lines if not line.startswith("|")).split()
     assert len(words) <= 450

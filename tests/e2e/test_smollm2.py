@@ -147,7 +147,7 @@ def test_documentation_asks_questions(tmp_path: Path) -> None:
 
 
 def test_a_model_cut_to_its_own_size_computes_the_same() -> None:
-    """The hidden state is only turned; norms' weights move into the matrices behind them."""
+    """The hidden state is only turned; norms' weights move into the matrices after them."""
     torch.manual_seed(3)
     shape = LlamaConfig(
         vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=3, head_dim=6,

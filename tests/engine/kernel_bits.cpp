@@ -253,7 +253,7 @@ struct Checks {
       int8 ^= products<char>(kernel, N, depth, x, pack_integers(8, N, depth), bias);
       int4 ^= products<char>(kernel, N, depth, x, pack_integers(4, N, depth), bias);
     }
-    // Sums that cancel out but for what was rounded, so that no rounding hides behind the result's.
+    // Sums that cancel out but for what was rounded, so that no rounding hides after the result's.
     const int64_t N = 64, depth = 320;
     Numbers x = make<T>(14 * depth, -2), weight = make<T>(N * depth, -4);
     for (int64_t m = 0; m < 14; ++m) cancel(&x[m * depth], depth / 2, 1, true);
@@ -575,7 +575,7 @@ struct Checks {
   }
 
   // A chain of tokens whose second layer has a state: alone, in a batch, as drafts of which two are
-  // accepted, behind drafts that are rejected, and at the front of a prompt.
+  // accepted, after drafts that are rejected, and at the front of a prompt.
   static uint64_t state_steps(Layers layers, const std::string &what) {
     const int64_t past = 37, D = layers.D;
     const std::vector<int64_t> chain = {5, 9, 2, 30, 41}, line = {-1, 0, 1, 2, 3};
@@ -611,7 +611,7 @@ struct Checks {
     check(found, 5, 0, 3, ", drafts beside padding");
     // Two drafts of the first row were accepted, none of the second.
     found = step(states, cache, {past + 3, past + 1}, {30, 41}, {2, 2}, {2, 2}, {2, 0});
-    check(found, 0, 3, 2, ", behind accepted drafts");
+    check(found, 0, 3, 2, ", after accepted drafts");
     expect(add_bits(kStart, states.state.data(), sizeof(float) * states.state.size() / 3) ==
                add_bits(kStart, alone.state.data(), sizeof(float) * alone.state.size() / 3),
            what + ", the state");

@@ -27,7 +27,7 @@ from tests.engine.test_native_step import make_decoder
 
 pytestmark = needs_compiler
 EXPERTS = Experts(num=5, top_k=2, inner=40, shared_inner=24, num_dense_layers=2)
-# Attention in the middle, at both ends, and layers of experts behind those of an MLP.
+# Attention in the middle, at both ends, and layers of experts after those of an MLP.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "convolutions": {
         "short_conv": ShortConvSizes(num_channels=72, num_taps=4, has_bias=True),

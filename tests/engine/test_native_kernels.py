@@ -171,7 +171,7 @@ def test_attention_by_blocks(library: Path, dtype: torch.dtype, window: int | No
 def test_attention_over_uncommitted_levels(
     library: Path, dtype: torch.dtype, num_tokens: int, group: int, window: int | None
 ) -> None:
-    """A level of a tree sees some of the levels before it, which lie behind the committed."""
+    """A level of a tree sees some of the levels before it, which lie after the committed."""
     generator, past = torch.Generator().manual_seed(num_tokens), np.array([5, 0])
     cache = torch.randn(2, 2, 2, 64, 8, generator=generator).to(dtype)
     qkv = torch.randn(2, num_tokens, (2 * group + 4) * 8, generator=generator).to(dtype)

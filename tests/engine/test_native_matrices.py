@@ -35,7 +35,7 @@ def hold(kernels: MatrixKernels, weight: Tensor) -> KernelMatrix:
 
 
 def test_a_matrix_lies_by_tiles_of_outputs(kernels: MatrixKernels, library: Path) -> None:
-    """A tile holds its own rows in some order, zeros behind the last; a router's is of float32."""
+    """A tile holds its own rows in some order, zeros after the last; a router's is of float32."""
     weight = draw(TILE + 3, 5)
     packed = kernels.pack_matrix(weight)
     assert packed.shape[:2] == (2, 5)
@@ -77,7 +77,7 @@ def test_integers_are_measured_and_have_no_rows(kernels: MatrixKernels) -> None:
 
 
 def test_blocks_of_two_types(kernels: MatrixKernels) -> None:
-    """Runs of rows are planned one behind another; each but the last is aligned and skippable."""
+    """Runs of rows are planned one after another; each but the last is aligned and skippable."""
     runs = [(Q8_0, 0, 3), (Q4_K, 3, 40)]
     headers, offsets = kernels.plan_blocks(runs, 256)
     assert [header[:5].tolist() for header in headers] == [

@@ -47,7 +47,7 @@ def test_of_equal_scores_the_lower_id_comes_first(way: str, size: int, count: in
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("size", "count"), [(128, 1), (1000, 3), (50257, 50), (32000, 50)])
 def test_scores_without_ties_are_torchs(way: str, size: int, count: int) -> None:
-    """Of equal parts, as a GPU takes them, and of the rest behind them, in any dimensions."""
+    """Of equal parts, as a GPU takes them, and of the rest after them, in any dimensions."""
     generator = torch.Generator().manual_seed(size)
     scores = torch.randperm(2 * 3 * size, generator=generator).float().view(2, 3, size) - 3 * size
     scores[0, 0, -1] = scores.max() + 1

@@ -139,6 +139,6 @@ def test_an_error_leaves_the_decoder_as_it_was(decoder: Decoder) -> None:
 def test_parts_have_a_reader_s_names(decoder: Decoder) -> None:
     assert [name_part(decoder, part, 2) for part in LAYER_PARTS] == [
         "layer 2's input norm", "layer 2's attention", "layer 2's norm before the MLP",
-        "layer 2's MLP", "layer 2's output behind MLP",
+        "layer 2's MLP", "layer 2's output after MLP",
     ]  # fmt: skip
     assert name_part(decoder, FINAL_NORM, None) == "the final norm"

@@ -588,7 +588,7 @@ LACKING: list[tuple[str | Callable[[Path, Path], dict[str, Any]], str, str, str]
      "--num-draft-tokens is 5, a block of this drafter drafts 4",
      "give 1 to 4; fewer than 4 are other blocks than it was trained with"),
     ("dflash-whole", "vllm",
-     "the drafter reads the last layer, 7, whose output z-lab's layout takes behind the final norm",
+     "the drafter reads the last layer, 7, whose output z-lab's layout takes after the final norm",
      "export it as speculators, or as hf with a drafter that reads inner layers"),
     (lambda *folders: make_on_llama(*folders, **TELLING), "sglang",
      "SGLang drafts with the target's embedding and head, the drafter has embed_tokens.weight,"

@@ -85,7 +85,7 @@ def list_rows(name: str, local_name: str, model: Any) -> dict[str, list[int] | N
 
 
 def test_rows_of_queries_keys_and_values() -> None:
-    """Heads of 2: four of queries, two of keys, two of values; gates stand behind their queries."""
+    """Heads of 2: four of queries, two of keys, two of values; gates stand after their queries."""
     name, local_name = "a.qkv.weight", "layers.3.attention.qkv.weight"
     assert list_rows(name, local_name, TARGET) == {
         "layers.3.self_attn.q_proj.weight": [0, 1, 2, 3, 4, 5, 6, 7],
@@ -431,7 +431,7 @@ def test_types_and_sizes_that_are_announced(tmp_path: Path) -> None:
 def test_a_drafters_steps_by_hand() -> None:
     """Hidden states of 2, three tokens; the head reads the target's state and its own.
 
-    The state is the sum of the tokens' embeddings: the head names the token behind the last.
+    The state is the sum of the tokens' embeddings: the head names the token after the last.
     """
     drafter = ReDrafter.__new__(ReDrafter)
     drafter.length = 4

@@ -49,7 +49,7 @@ def test_a_stage_is_given_its_own_settings() -> None:
     ("changes", "fact", "remedy"),
     [
         ({"model_dir": None}, "missing --model-dir", "give the target"),
-        ({"texts": []}, "no prompt was given", "write prompts behind the options"),
+        ({"texts": []}, "no prompt was given", "write prompts after the options"),
         ({"texts": [], "stop_words": ["a"]}, "no prompt was given", "before --stop-words, which"),
         ({"clear_cache": True, "texts": []}, "--clear-cache does nothing else, and --model-dir and"
          " --backend was given too", "clear the cache first"),

@@ -108,7 +108,7 @@ def test_sizes_that_are_refused(changes: dict[str, Any], fact: str) -> None:
 
 
 def test_what_is_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divisors of 1 come first, huge ones behind; tables and experts need all that is theirs."""
+    """Divisors of 1 come first, huge ones after; tables and experts need all that is theirs."""
     factors = np.array([1.0, 1.0, 1e30, 1e30, 1e30, 1e30, 1e30, 1e30])
     monkeypatch.setattr(Metadata, "read_factors", lambda *_: factors)
     config = {"rope_theta": 1e6, "global_head_dim": 16}

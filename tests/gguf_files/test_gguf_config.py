@@ -351,7 +351,7 @@ def test_special_tokens_of_a_file() -> None:
 
 @pytest.mark.parametrize("last", ["<|return|>", "<|flush|>"])
 def test_the_end_of_a_part_does_not_end_an_answer(last: str) -> None:
-    """With harmony's tokens `<|end|>` ends the reasoning, behind which comes the answer."""
+    """With harmony's tokens `<|end|>` ends the reasoning, after which comes the answer."""
     tokens = ["a", "<|end|>", "<|call|>", last]
     values: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "gpt2"}
     values |= {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 1}
@@ -484,7 +484,7 @@ def test_value_heads_are_dealt() -> None:
         ("gemma4", GEMMA4 | {"sliding_window_pattern": 2}, (), "sliding_window_pattern is 2, not"),
         ("gemma4", GEMMA4 | {"shared_kv_layers": 4}, (), "shared_kv_layers is 4 of 4 layers"),
         ("gemma4", GEMMA4 | {"shared_kv_layers": 1}, (),
-         "layers of full_attention behind layer 2 would read the keys of layer 2"),
+         "layers of full_attention after layer 2 would read the keys of layer 2"),
         ("gemma4", GEMMA4 | {"head_count_kv": [3, 1, 2, 1]}, (),
          "head_count_kv differs among its layers of sliding_attention: [3, 1, 2, 1]"),
         ("gemma4", GEMMA4 | {"head_count_kv": [3, 0, 3, 0]}, (), "not whole numbers from 1 to"),

@@ -338,7 +338,7 @@ def test_draft_models(models: Path, tmp_path: Path) -> None:
     assert "one has none" in find(report, among / "unknown")["warnings"][0]
     assert "pays only where it is much smaller" in find(report, among / "larger")["warnings"][0]
     names = [Path(entry["name"]).name for entry in report["candidates"]]
-    assert names.index("larger") == 3  # behind the smaller ones
+    assert names.index("larger") == 3  # after the smaller ones
     (reason,) = find(report, among / "unlike")["reasons"]
     assert "vocab_size is 140, the draft model's 96" in reason["fact"]
     done = run_cli_here(

@@ -22,7 +22,7 @@ def pad_heads(source: Path, folder: Path) -> Path:
     vLLM's attention has no heads of 40 or 24 on a CPU. Rotated are as many dimensions as before,
     queries grow by what the larger head's scale takes from them: the same numbers but for rounding.
     Where heads are normalized, what the zeros take from the mean is given to queries and keys, and
-    taken from keys again behind the norm; from queries the larger head's scale takes it.
+    taken from keys again after the norm; from queries the larger head's scale takes it.
     """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())

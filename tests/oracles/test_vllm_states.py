@@ -83,7 +83,7 @@ def is_up(url: str) -> bool:
 
 
 def test_its_states_are_ours(server: str) -> None:
-    """Behind three inner layers and behind the last norm, rows of several lengths at once."""
+    """Behind three inner layers and after the last norm, rows of several lengths at once."""
     folder = str(PYCODE / "target")
     config, device = target.load_config(folder), torch.device("cpu")
     settings = TrainSettings(model_dir=folder, data=Path("none"), hidden_states_from=server)

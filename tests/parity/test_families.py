@@ -142,7 +142,7 @@ def run_step(decoder: Decoder, cache: KVCache, row: int, tokens: list[int]) -> t
 
 
 def run_tree(decoder: Decoder, cache: KVCache, tree: Tree) -> torch.Tensor:
-    """Logits [2, T, V] of a tree behind each of two rows."""
+    """Logits [2, T, V] of a tree after each of two rows."""
     step = pack_segments([place_tree(tree, row, cache) for row in range(2)], cache)
     return decoder.compute_logits(decoder.forward(step, cache))
 
@@ -156,7 +156,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
 def check_logits(decoder: Decoder, target: Path) -> None:
     """Prompts in chunks, single tokens, and a tree over two rows of different lengths.
 
-    Of a hybrid a chain, of which a part is then kept and gone on behind.
+    Of a hybrid a chain, of which a part is then kept and gone on after.
     """
     generator = torch.Generator().manual_seed(3)
     cache = decoder.make_cache(len(CHUNKS), 128)

@@ -224,7 +224,7 @@ def test_hostile_drafters_cost_steps_only(kind: str, tmp_path: Path) -> None:
 
 
 def test_one_pass_drafts_all_places(target: Path, tmp_path: Path) -> None:
-    """Of P-EAGLE: the new pairs of all rows, and masks behind them, whatever the depth."""
+    """Of P-EAGLE: the new pairs of all rows, and masks after them, whatever the depth."""
     drafter_dir = make_eagle_drafter(tmp_path, version=3, mask_token_id=5, scale=2.0)
     folder = make_eagle_engine(tmp_path, target, drafter_dir)
     engine = TorchEngine(folder, device="cpu")

@@ -26,7 +26,7 @@ from tests.run.test_sampling import LENGTH, METHODS, TARGET, VOCAB, compute_tree
 
 
 class NoTwins:
-    """A grammar of the toy's five tokens: none twice in a row, and 4 only behind 1."""
+    """A grammar of the toy's five tokens: none twice in a row, and 4 only after 1."""
 
     def __init__(self, text: list[int] | None = None) -> None:
         self.text = list(text or [])
@@ -109,7 +109,7 @@ def test_a_forbidden_draft_is_rejected_not_forgotten() -> None:
 
 
 def test_what_is_pruned() -> None:
-    """Of a tree all that is outside; of a drawn chain all behind the first that is."""
+    """Of a tree all that is outside; of a drawn chain all after the first that is."""
     output: list[int] = [2]
     state = Grammar(NoTwins(), ()).follow(output)
     tree = pack_beams(2, np.array([[1, 4], [1, 1], [2, 0], [3, 4]]))

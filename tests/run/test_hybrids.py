@@ -82,7 +82,7 @@ def generate_plain(folder: Path) -> list[list[int]]:
 
 
 def run_chain(decoder: Decoder, cache: KVCache, row: int, tokens: list[int], kept: int) -> States:
-    """A step over a root and a chain behind it, of which some are then committed."""
+    """A step over a root and a chain after it, of which some are then committed."""
     chain = pack_beams(tokens[0], np.array([tokens[1:]], np.int64).reshape(1, -1))
     step = pack_segments([place_tree(chain, row, cache)], cache)
     last = decoder.forward(step, cache)
@@ -155,7 +155,7 @@ def test_a_cancelled_request_leaves_nothing_behind(folder: Path) -> None:
     batch = Batch(decoder, drafter, options, Timing(), num_rows=2, max_seq_len=80)
     requests = make_requests()
     doomed = [batch.submit(request) for request in requests[4:6]]
-    for at in range(4):  # one in its prompt, one behind it
+    for at in range(4):  # one in its prompt, one after it
         batch.step()
         if at > 1:
             batch.cancel(doomed[at - 2])

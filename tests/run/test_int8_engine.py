@@ -161,7 +161,7 @@ def test_text_is_what_transformers_makes_of_the_rounded_weights(tmp_path: Path) 
 
 
 def make_engines(parent: Path, *quantization: object, intermediate: int = 112) -> Path:
-    """One target behind every method, quantized, in bfloat16."""
+    """One target after every method, quantized, in bfloat16."""
     target = make_llama(parent, seed=5, intermediate=intermediate)
     names = ("redrafter", "medusa", "eagle", "dflash", "pair", "draft")
     build_methods(target, *names, convert=("--dtype", "bfloat16"), build=quantization)

@@ -48,7 +48,7 @@ class Reference:
 
     @torch.no_grad()
     def draft(self, text: Sequence[int], size: int) -> tuple[list[int], Tensor]:
-        """Return a chain behind a text, whose last token the target has not read, and logits."""
+        """Return a chain after a text, whose last token the target has not read, and logits."""
         from transformers import GenerationConfig
         from transformers.generation import candidate_generator
 

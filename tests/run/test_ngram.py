@@ -181,7 +181,7 @@ class Words:
 
 def test_a_table_is_known_by_its_tokens() -> None:
     digest = hash_tokens(Words(100), 90)
-    assert digest == hash_tokens(Words(300), 90), "more tokens behind them change nothing"
+    assert digest == hash_tokens(Words(300), 90), "more tokens after them change nothing"
     assert digest != hash_tokens(Words(100, "v"), 90)
     assert digest != hash_tokens(Words(70), 90), "some are absent"
 

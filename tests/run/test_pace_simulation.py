@@ -72,7 +72,7 @@ COVERED_COSTS = tuple(COSTS)
 COSTS["very dear"] = (0.3, 0.1)
 KINDS = ("pass", "levels", "planned", "whole", "lookup")
 WORDS = ("honest", "sure")  # what the drafter says of itself
-# By how much plain steps behind a drafted one are slower, the first, the second and so on: the
+# By how much plain steps after a drafted one are slower, the first, the second and so on: the
 # drafter has taken the target's weights out of the processor's caches.
 COLD = 0.08, 0.04, 0.02
 
@@ -90,7 +90,7 @@ class World:
     length: int
     num_rows: int
     is_cold: bool = False
-    since: int = 0  # steps behind the newest draft
+    since: int = 0  # steps after the newest draft
 
     def run(self, pace: Any) -> tuple[float, float]:
         """The share kept of the better of plain and fixed drafting, and what was lost before.
@@ -211,7 +211,7 @@ class World:
 def list_worlds() -> list[World]:
     """Rows in which every pair of values occurs, and those where something else is hard.
 
-    In two only long drafts pay; in four plain steps behind a draft are slower than others. In the
+    In two only long drafts pay; in four plain steps after a draft are slower than others. In the
     last four a draft costs as much as several steps, so that one that is wrong loses more than 64
     steps may lose.
     """

@@ -430,7 +430,7 @@ def test_the_packing_is_told_by_what_kernels_do(
         lay_out = kernels._functions[name]
 
         def lay_out_otherwise(*arguments: Any, lay_out: Any = lay_out) -> None:
-            """Something lies elsewhere in what was packed, behind what integers begin with."""
+            """Something lies elsewhere in what was packed, after what integers begin with."""
             lay_out(*arguments)
             ctypes.c_uint16.from_address(arguments[-1] + 80).value ^= 1
 

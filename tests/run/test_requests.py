@@ -58,7 +58,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> dict[str, TorchEngine]:
-    """The same target behind every method; "plain" is the engine that takes drafts, given none."""
+    """The same target after every method; "plain" is the engine that takes drafts, given none."""
     return {method: load_method(folder, method) for method in METHODS}
 
 

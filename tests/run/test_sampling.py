@@ -102,7 +102,7 @@ def _search_beams(*context: int) -> np.ndarray:
 
 
 class ToyDraft:
-    """The draft model behind EAGLE's trees, for one row: what `methods.eagle.Draft` is to them."""
+    """The draft model after EAGLE's trees, for one row: what `methods.eagle.Draft` is to them."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.roots = np.array([text[-1] if text else 0])

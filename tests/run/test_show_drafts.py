@@ -102,7 +102,7 @@ def test_the_marked_text_is_the_text(
     texts = [output["output_text"] for output in outputs]
     assert "|" not in "".join(texts)
     assert strip_marks(shown) == texts
-    shown = shown.partition("\n")[2]  # behind the legend
+    shown = shown.partition("\n")[2]  # after the legend
     num_accepted = sum(
         part.count("|") + 1 for part in re.findall("\1(.*?)\2", shown, flags=re.DOTALL)
     )

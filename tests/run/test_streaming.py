@@ -66,7 +66,7 @@ def test_texts_come_in_the_order_of_the_requests() -> None:
 
 
 def test_of_harmony_the_content_is_written() -> None:
-    """As it comes, behind the prompt's open turn; of the other request all is text."""
+    """As it comes, after the prompt's open turn; of the other request all is text."""
     written: list[str] = []
     growing = Growing("<|start|>assistant", "other")
     tokenizer = SimpleNamespace(

@@ -162,7 +162,7 @@ def test_several_ranks_give_the_text_of_one(folder: Path, method: str, size: int
 
 @pytest.mark.parametrize(
     ("size", "draft_size", "use_logits", "tree_tokens"),
-    # Four ranks, which the tests before have started, then the two that those behind use.
+    # Four ranks, which the tests before have started, then the two that those after use.
     [(4, 1, True, None), (2, 2, False, None), (2, 2, False, 4)],
 )  # fmt: skip
 def test_several_ranks_with_a_draft_model(

@@ -69,7 +69,7 @@ def test_the_text_and_the_statistics_are_the_torch_engines(
 ) -> None:
     """More prompts than rows, of several lengths and limits; drafts are partly right.
 
-    0.14's loop writes behind a finished row to its place among the live ones, not to the request's.
+    0.14's loop writes after a finished row to its place among the live ones, not to the request's.
     """
     limits = [2, 17, 30]
     limited = [
@@ -143,7 +143,7 @@ def test_an_end_token_anywhere_in_a_step_ends_the_output(
 
 
 def test_stop_words_end_a_request(world: World, target: Path, draft: Path) -> None:
-    """The original leaves them to each call, and goes on behind them."""
+    """The original leaves them to each call, and goes on after them."""
     requests = make_prompts(4, 9)
     whole = run_torch(world, requests, max_output_len=16)
     stop = whole["outputs"][0]["output_text"][4:7]

@@ -119,7 +119,7 @@ class SharedReader(io.BufferedReader):
 
 
 def ask_and_send_no_more(url: str, path: str, *bodies: Any) -> list[str]:
-    """The answers, all of status 200, to requests behind which the client shuts its sending side.
+    """The answers, all of status 200, to requests after which the client shuts its sending side.
 
     They are sent at once, so that all but the first wait for the one before.
     """

@@ -24,7 +24,7 @@ Headers = dict[bytes, bytes]
 def ask(
     path: str, headers: Headers, key: str | None = None, names: frozenset[str] | None = None
 ) -> tuple[int, Headers, bytes]:
-    """Return the status, the headers and the body that a client gets; 204 is behind the gate."""
+    """Return the status, the headers and the body that a client gets; 204 is after the gate."""
     sent: list[Any] = []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

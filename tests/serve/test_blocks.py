@@ -46,7 +46,7 @@ def make_events(tokenizer: Any, ids: list[int], stop: list[str], blocks: Blocks)
     """Lists of the events that are taken at once."""
     stream, events, start = TextStream(tokenizer, stop), list[Event](), 0
     for end, is_taken in blocks:
-        is_stopped = any(stream.add(token) for token in ids[start:end])  # what is behind it is lost
+        is_stopped = any(stream.add(token) for token in ids[start:end])  # what is after it is lost
         is_over, number = is_stopped or end == len(ids), len(stream.ends)
         if is_over:
             stream.finish()

@@ -114,7 +114,7 @@ def test_arguments_that_a_limit_cuts_off() -> None:
 
 
 def test_where_the_reasoning_ends() -> None:
-    """By which its tokens are counted: behind the header of what follows, or at the end."""
+    """By which its tokens are counted: after the header of what follows, or at the end."""
     text = f"{ANALYSIS}So.{NEXT}{FINAL}"
     for rest, end in (("Yes", len(text)), ("", len(text))):
         parser = HarmonyParser(None, "assistant")

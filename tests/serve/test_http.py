@@ -807,7 +807,7 @@ def test_what_is_not_http_is_an_error_in_openais_form(
 def test_health_is_answered_as_all_else_is(
     served: tuple[EngineServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in several packets, behind another request, and with a body that nobody reads."""
+    """Also in several packets, after another request, and with a body that nobody reads."""
     server, url = served
     asking = f"GET /health HTTP/1.1\r\nHost: {url.removeprefix('http://')}\r\n".encode()
     last = b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"

@@ -25,7 +25,7 @@ ENDED = ("stop", "length", "abort", "error")
 
 
 class Record:
-    """Metrics, and what they tell behind every step."""
+    """Metrics, and what they tell after every step."""
 
     def __init__(self, engine: Engine) -> None:
         self.metrics = Metrics("vllm", "toy", engine)

@@ -367,7 +367,7 @@ def test_data_of_specdec_train_are_made_with_it(url: str, tmp_path: Path) -> Non
 
 
 def test_nothing_is_held_back_until_the_client_acknowledges(folder: Path) -> None:
-    """Nagle's algorithm is off: it delays a body behind its headers, and events, by 40 ms."""
+    """Nagle's algorithm is off: it delays a body after its headers, and events, by 40 ms."""
     with serve_here(folder) as (server, url), httpx.Client() as client:
         assert client.get(f"{url}/health").status_code == 200
         (connection,) = server._http.server_state.connections

@@ -308,7 +308,7 @@ def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, l
     dice = random.Random(3)
     with load(folder, name, **options) as engine:
         streams: list[Stream] = []
-        waited: list[int] = []  # of each stream, steps behind its first token without a draft
+        waited: list[int] = []  # of each stream, steps after its first token without a draft
         num_ended = 0
         for _ in range(80):
             while len(streams) < limit:

@@ -77,7 +77,7 @@ def test_a_server_gives_the_drafter_of_a_run_with_the_target(
 
 
 def write_folder(folder: Path, extractor: Extractor, rows: list[list[int]]) -> None:
-    """Write files as speculators does, which go on behind the rows."""
+    """Write files as speculators does, which go on after the rows."""
     folder.mkdir()
     for number, row in enumerate(rows):
         tensors, _ = extractor.extract([*row, 1, 7])

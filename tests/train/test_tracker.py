@@ -46,7 +46,7 @@ def read_events(folder: Path) -> dict[tuple[str, int], float]:
 
 
 def test_tensorboard_has_the_numbers_once(tmp_path: Path) -> None:
-    """A training that goes on behind step 1 replaces what was tracked after it."""
+    """A training that goes on after step 1 replaces what was tracked after it."""
     pytest.importorskip("tensorboard")
     settings = make_settings("tensorboard", tmp_path)
     for step, lines in ((0, [LINES[0], {"step": 2, "tokens": 99, "eval": {"loss": 7.0}}]),

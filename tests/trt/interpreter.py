@@ -226,7 +226,7 @@ class Interpreter:
     def _make_attention_output(self, layer: Any) -> Compute:
         def attend(parts: Sequence[Tensor]) -> Tensor:
             q, keys, values, mask, *lengths = parts
-            for ends in lengths:  # behind which a kernel reads nothing
+            for ends in lengths:  # after which a kernel reads nothing
                 is_there = (torch.arange(mask.shape[-1]) < ends[:, None])[:, None, :, None]
                 mask = mask & is_there.mT
                 keys, values = (x.masked_fill(~is_there, 0) for x in (keys, values))

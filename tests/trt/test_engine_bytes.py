@@ -1,7 +1,7 @@
 """Judges what TensorRT built: weights in each engine file, compute capabilities, and the settings.
 
 TensorRT stores a matrix row by row, or, where it joins products of one input, column by column
-with the outputs of the others behind them. So a file's bytes tell which tensors it was built of.
+with the outputs of the others after them. So a file's bytes tell which tensors it was built of.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def lies_in(tensor: Tensor, data: bytes) -> bool:
         return True
     for group in torch.split(tensor, GROUP) if tensor.ndim == 2 else ():
         end = 0
-        for column in group.t():  # one behind the other, with other groups' between them
+        for column in group.t():  # one after the other, with other groups' between them
             end = data.find(read_bytes(column), end)
             if end < 0:
                 return False

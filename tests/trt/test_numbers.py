@@ -49,7 +49,7 @@ def build_both(parent: Path, checkpoint: Path, *flags: object) -> tuple[TorchEng
 
 @torch.inference_mode()
 def run_tree(decoder: Decoder) -> torch.Tensor:
-    """The logits of a prompt, and of a tree behind it, [2, ..., V]."""
+    """The logits of a prompt, and of a tree after it, [2, ..., V]."""
     cache, size = decoder.make_cache(2, 64), 7
     decoder.start_row(cache, 0, size)
     decoder.start_row(cache, 1, size)

@@ -53,7 +53,7 @@ BREAKS: dict[str, list[tuple[str, Change | float, str]]] = {
         ("embed_positions.weight", scale, "the embedding"),
     ],
     "Gemma3ForCausalLM-windows": [
-        ("layers.1.post_feedforward_layernorm.weight", scale, "layer 1's output behind MLP"),
+        ("layers.1.post_feedforward_layernorm.weight", scale, "layer 1's output after MLP"),
         ("layers.2.self_attn.k_norm.weight", scale, "layer 2's attention"),
     ],
     "Qwen3NextForCausalLM-plain": [

@@ -157,7 +157,7 @@ def test_an_engine_that_reads_texts_differently() -> None:
     assert fact == "prompt 0 is [97, 99] to the engine, [97, 98] to the model"
     facts = list_wrong(Letters(1), text, prompt)
     assert "to the engine" in facts[0]
-    assert facts[1] == "tokens behind prompt 0 are 'b' to the engine, 'c' to the model"
+    assert facts[1] == "tokens after prompt 0 are 'b' to the engine, 'c' to the model"
     assert len(facts) == 2
     # A prompt of tokens has no text; names of special tokens in a message are the engine's choice.
     assert list_wrong(Letters(), make_text([1], [99]), Prompt(token_ids=[97])) == []
@@ -195,7 +195,7 @@ def test_each_cause_of_a_divergence_has_its_words() -> None:
         assert f'"{cause}"' in source
         line = describe_divergence(divergence | {"cause": cause})
         assert line == (
-            "prompt 2 alone, position 4 (behind the first difference): the engine wrote 7 'a', the"
+            "prompt 2 alone, position 4 (after the first difference): the engine wrote 7 'a', the"
             f" model 8; margin 0.25, bound 0.125: {fact}"
         )
         words.add(line)

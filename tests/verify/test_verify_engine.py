@@ -366,13 +366,13 @@ def test_a_wrong_end_is_found(
         ({"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}},
          "to the engine"),
         ({"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}},
-         "tokens behind"),
+         "tokens after"),
     ],
 )  # fmt: skip
 def test_an_engine_that_holds_a_wrong_tokenizer_is_found(
     plain: Path, parent: Path, tmp_path: Path, change: dict[str, Any], fact: str | None
 ) -> None:
-    """Its text is the model's behind the wrong tokens."""
+    """Its text is the model's after the wrong tokens."""
     engine = tmp_path / "engine"
     shutil.copytree(plain, engine)
     make_tokenizer(engine / "tokenizer")

@@ -3,7 +3,7 @@
 At an anchor, token t+1 of a row, the drafter reads the block of that token and S-1 mask tokens, all
 of which see one another, and in every layer keys and values that it makes of the target's inner
 states at the tokens up to t: c = norm(F [h_a ; h_b ; ...]). From the normed state of the mask token
-i places behind the anchor the target's output layer computes the distribution of token t+1+i. All
+i places after the anchor the target's output layer computes the distribution of token t+1+i. All
 the blocks of a row are computed side by side; none sees another.
 
     row        x0 x1 x2 x3 x4 x5 x6         block at t = 2    x3 m  m  m    sees c0 c1 c2
@@ -14,7 +14,7 @@ the token after it, the anchor's too. The head adds a bias to each place's logit
 token before, which in training is the row's token.
 
 The loss of place i has the weight decay^i. A step takes some anchors of every row, drawn at random
-from those with a label behind them; their losses are weighted up to the number of all anchors with
+from those with a label after them; their losses are weighted up to the number of all anchors with
 labels, so that the gradient is on average that of all.
 Legend: B rows, T tokens, A anchors, S tokens of a block, D hidden, N labels, V vocabulary, K K/V
 heads, G queries of a K/V head, H head size.
@@ -295,7 +295,7 @@ def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     """Choose target layers that a drafter reads, evenly spread; the first only in short models.
 
-    The last layer is never one: transformers returns its output only behind the final norm.
+    The last layer is never one: transformers returns its output only after the final norm.
     """
     num_layers = as_options(settings, DFlashTrain).dflash_num_target_layers
     last_layer = int(config.num_hidden_layers) - 2

@@ -115,7 +115,7 @@ def describe_layers(
 def choose_layers(settings: TrainSettings, config: Any) -> tuple[int, ...]:
     """Choose target layers that a drafter reads: EAGLE-3's usual ones, or evenly spread ones.
 
-    The last layer is never one: transformers returns its output only behind the final norm.
+    The last layer is never one: transformers returns its output only after the final norm.
     """
     options = as_options(settings, EagleTrain)
     if options.eagle_version != "3":

@@ -1,6 +1,6 @@
 """MTP: a drafting layer of the target's architecture (https://arxiv.org/abs/2412.19437).
 
-With s_t the target's last hidden state behind its final norm and e its embedding, the head reads at
+With s_t the target's last hidden state after its final norm and e its embedding, the head reads at
 place t the pair of e(x_{t+1}) and s_t: h_t = norm(layer(F [norm(e) ; norm(s)])), from which the
 target's own output layer makes the distribution of token t+2. Draft step i at place t reads
 e(x_{t+1+i}) and step i-1's h_t, as the engine does (`specdec.engine.mtp`), and attends as EAGLE's.

@@ -37,7 +37,7 @@ class NgramOrder:
 
 
 def join_texts(texts: Iterable[Array]) -> Array:
-    """Lay texts end to end, END behind each."""
+    """Lay texts end to end, END after each."""
     parts = [np.append(text, END) for text in texts]
     return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 

@@ -41,7 +41,7 @@ class NgramTableSettings:
     )  # fmt: skip
     min_difference: float = COUNTS(
         0.15, minimum=0, maximum=1, metavar="P",
-        help="Leave out contexts whose next tokens are as likely as behind their last tokens alone,"
+        help="Leave out contexts whose next tokens are as likely as after their last tokens alone,"
         " to within this.",
     )  # fmt: skip
     force: bool = setting(False, help="Replace the output.")

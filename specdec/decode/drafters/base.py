@@ -303,7 +303,7 @@ def make_net(
 ) -> N:  # fmt: skip
     """Lay out a drafter's layers as the target's are, with its graphs where it has any.
 
-    num_run: most tokens of a draft that are run behind a text. head: the target's, to be shared.
+    num_run: most tokens of a draft that are run after a text. head: the target's, to be shared.
     """
     decoder = context.decoder
     net = kind(
@@ -336,7 +336,7 @@ class FeatureDrafter(Drafter):
     `_num_known`, `_num_read`: [R], tokens of each row whose states have come, and that were read.
     The states of a prompt come by `follow`, and its last one by `observe` a second time.
 
-    net: the drafter's layers, whose cache has `_num_run` positions for a draft behind a text.
+    net: the drafter's layers, whose cache has `_num_run` positions for a draft after a text.
     """
 
     follows_prompts = True
@@ -452,7 +452,7 @@ class FeatureDrafter(Drafter):
         self._append(rows, paths, states)
 
     def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: States) -> None:
-        """Keep the states of some nodes of a step behind those that are known of each row."""
+        """Keep the states of some nodes of a step after those that are known of each row."""
         observed_states = states.hidden if self.follows_last else states.layers
         assert observed_states is not None
         self._steps.append((rows, paths, observed_states))

@@ -22,7 +22,7 @@ FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
 USUAL_DRAFTS = 100.0  # drafts of earlier texts that count at most in what drafts usually bring
 PRIOR_TRIALS = 40.0  # tokens of a depth and confidence that a drafter's record counts as at most
 PRIOR_DRAFTS = 10.0  # drafts that its record counts as
-TRUSTED_DRAFTS = 4.0  # drafts behind which half of the tokens that they bring is relied on
+TRUSTED_DRAFTS = 4.0  # drafts after which half of the tokens that they bring is relied on
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
 SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
 LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
@@ -152,7 +152,7 @@ class Calibration:
 def follow_text(candidates: Candidates, emitted: Sequence[int]) -> tuple[Candidates, list[int]]:
     """Return what a text says of a draft that was not verified: its judged nodes, and their path.
 
-    emitted: the text behind the root, beyond which nothing is known.
+    emitted: the text after the root, beyond which nothing is known.
     """
     tree = candidates.tree
     if int(tree.depths.max()) > len(emitted):

@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 class ModelDrafter(Drafter):
-    """Reads texts as they grow; what drafts writes behind them, and keeps what was right.
+    """Reads texts as they grow; what drafts writes after them, and keeps what was right.
 
     The draft model reads a text in its own tokens. Those only grow at the end: a token that is
     emitted adds its own, whatever follows, so what the cache holds stays true.

@@ -229,7 +229,7 @@ def list_texts(requests: Sequence[ActiveRequest]) -> tuple[IntArray, list[list[i
 
 
 def _list_tokens(request: ActiveRequest, num_pairs: int) -> list[int]:
-    """List the second tokens of a text's pairs behind the first `num_pairs`."""
+    """List the second tokens of a text's pairs after the first `num_pairs`."""
     prompt, output = request.request.input_ids, request.output_ids
     start = num_pairs + 1 - len(prompt)  # in the output
     return output[start:] if start >= 0 else [*prompt[start:], *output]
@@ -319,7 +319,7 @@ class PairDrafter(FeatureDrafter):
     def _run_pairs(
         self, rows: IntArray, texts: Sequence[Sequence[int]], follow: Follow | None = None
     ) -> Tensor:
-        """Run pairs of committed tokens, behind the features that are kept of the target."""
+        """Run pairs of committed tokens, after the features that are kept of the target."""
 
         def run(step: Step, cache: KVCache) -> Tensor:
             device = self._features.device
@@ -405,7 +405,7 @@ class EagleDrafter(PairDrafter):
         return self.tree.grow(PassDraft(roots, *ranked))
 
     def _run_masked(self, rows: IntArray, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Run new pairs and masked ones behind them; what the head reads of the last places.
+        """Run new pairs and masked ones after them; what the head reads of the last places.
 
         That is [B, P, D], of the last true pair of each row first. Masked pairs are then dropped.
         """

@@ -82,7 +82,7 @@ class TreeNet(Protocol):
     """Layers with a cache of their own: a drafter's that reads features, or a whole draft model."""
 
     def forward(self, step: Step, features: Tensor, cache: KVCache) -> Tensor:
-        """Run nodes behind features [B, n, D] of those above; return theirs [B, n, D]."""
+        """Run nodes after features [B, n, D] of those above; return theirs [B, n, D]."""
         ...
 
     def rank_tokens(
@@ -98,7 +98,7 @@ class TreeNet(Protocol):
 class TreeDraft:
     """One draft of all rows: their roots, what has run, and where the next level goes.
 
-    Nodes are written behind the committed tokens of the cache, and never committed.
+    Nodes are written after the committed tokens of the cache, and never committed.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
 HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
-COLD_SHARE = 0.15  # of a plain step, what the ones behind a draft take longer: caches are cold
+COLD_SHARE = 0.15  # of a plain step, what the ones after a draft take longer: caches are cold
 PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none

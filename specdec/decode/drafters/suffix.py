@@ -128,7 +128,7 @@ class SuffixTree:
                     if text[node.start + offset] == token:
                         moved.append((node, offset + 1))
                         continue
-                    # The ends behind this one are no longer; those in the same edge come later.
+                    # The ends after this one are no longer; those in the same edge come later.
                     self._split(node, offset, sum(p[0] is node for p in text_ends[index:]))
                 else:
                     child = node.children.get(token)

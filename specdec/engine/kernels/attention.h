@@ -495,7 +495,7 @@ class Attend {
     }
   }
 
-  // Adds the values behind the common bands: each query has its own there, or shares them with others
+  // Adds the values after the common bands: each query has its own there, or shares them with others
   // that see the same tokens.
   void add_tail_values(Workspace &memory, const QueryTile &tile, const LaneBlock &block, int64_t q,
                        int64_t begin, int64_t before, int64_t bands, float *sums) const {

@@ -34,7 +34,7 @@ struct BlockMatrix {
   static constexpr bool kHasMinima = kForm.has_minima, kIsSuper = kForm.inputs == 256;
   static constexpr int64_t kGroups = kForm.unit / kGroup;  // of a unit
   static constexpr int64_t kBlockInputs = kForm.inputs, kBlockBytes = kForm.bytes;
-  // Codes lie in words of as many lower bits, behind which is a word of all upper bits if there are any:
+  // Codes lie in words of as many lower bits, after which is a word of all upper bits if there are any:
   // those of a group, or of two whose upper bits fill one.
   static constexpr int64_t kLowBits = kBits == 8 ? 8 : kBits < 4 ? 2 : 4, kHighBits = kBits - kLowBits;
   static constexpr int64_t kCodeGroups = kBits == 3 ? 2 : 1, kCodeParts = kCodeGroups * kParts;
@@ -70,7 +70,7 @@ struct BlockMatrix {
     row = units * kGroups * kGroupRow;
   }
 
-  // Where a group's scales are in a unit, or its minima: of one byte behind all those of two bytes.
+  // Where a group's scales are in a unit, or its minima: of one byte after all those of two bytes.
   static int64_t find_scales(int64_t group, bool are_minima) {
     if (kHasHalves) return 2 * kTile * (group + are_minima * kGroups);
     return 2 * kTile * kFactors + kTile * (group + (are_minima && !kHasNibbles) * kGroups);

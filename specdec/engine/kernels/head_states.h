@@ -144,7 +144,7 @@ struct HeadStates {
   }
 
   // Columns of a value head's state from `first_column` on: what was accepted is applied, then the run's
-  // tokens. The state is written with the kept ones; those behind them go on in a copy.
+  // tokens. The state is written with the kept ones; those after them go on in a copy.
   template <bool corrects>
   void advance(int64_t n, int64_t v, int64_t first_column) {
     const Run &r = runs[n];

@@ -76,7 +76,7 @@ struct PairDraft {
   E *const cache;
   const int64_t B, D, max_width;
   const float epsilon;
-  int64_t width = 1, num_run = 0;  // nodes of the level, and nodes that have run behind the texts
+  int64_t width = 1, num_run = 0;  // nodes of the level, and nodes that have run after the texts
   std::vector<int64_t> past;       // with the new pairs
   std::vector<int64_t> positions, run_positions;
   std::vector<uint8_t> mask, output_mask, next_mask;
@@ -140,7 +140,7 @@ struct PairDraft {
     for (int64_t i = 0; i < D; ++i) store(out[i], widened[i]);
   }
 
-  // Runs M = B T tokens behind the features `above`; `hidden` are their next ones, and `normed` is the last
+  // Runs M = B T tokens after the features `above`; `hidden` are their next ones, and `normed` is the last
   // layer's output normed.
   void run_tokens(const int64_t *tokens, int64_t T, int64_t C, const int64_t *step_past,
                   const std::vector<int64_t> &newest_positions, const std::vector<int64_t> &lines,

@@ -117,7 +117,7 @@ def read_labels(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the features [n, P] and next last hidden states [n, D] of each row's labels.
 
-    It ends behind the row that completes `max_labels` labels. Rows come one by one, so that sums do
+    It ends after the row that completes `max_labels` labels. Rows come one by one, so that sums do
     not depend on the size of a batch.
     """
     num_labels = 0
