@@ -45,7 +45,7 @@ from benchmarks.side_by_side.ways import (
 )
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
-from specdec.measure.machine import read_cpu_flags
+from specdec.system.machine import read_cpu_flags
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
 # llama.cpp decodes quantized weights in a form for AMX where the processor has it, and ends with a

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec import __version__
+from specdec.system.machine import read_processor
 from specdec.system.threads import count_usable_cores
 
-CPU_INFO = Path("/proc/cpuinfo")
 CPU_TIMES = Path("/proc/stat")
 SELF_STATUS = Path("/proc/self/status")
 BUSY_SHARE = 0.1  # share of the processors for other programs, above which figures are doubtful
@@ -37,22 +37,6 @@ def describe_machine() -> dict[str, Any]:
         if torch.cuda.is_available():
             machine["gpu"] = torch.cuda.get_device_name()
     return machine
-
-
-def read_processor() -> str:
-    """Return the processor's name."""
-    return next(iter(_read_cpu_info("model name")), platform.processor())
-
-
-def read_cpu_flags() -> set[str]:
-    """Return the names of the processor's instruction sets; empty where they are unknown."""
-    lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
-    return {word for line in lines for word in line.split()}
-
-
-def _read_cpu_info(key: str) -> list[str]:
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
 
 
 def _read_total_memory() -> int:

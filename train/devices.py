@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecDecError, UsageError, name_extra, summarize
 from specdec.options import name_flag
+from specdec.system.machine import read_cpu_flags
 from specdec.system.mpi import check_meeting_place, find_launch
 from specdec.system.processes import keep_stdout_clean
 
@@ -41,11 +41,7 @@ def _has_fast_bf16() -> bool:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 0)
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return any(f" {name}" in flags for name in ("avx512_bf16", "amx_bf16"))
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(read_cpu_flags())
 
 
 def _open_accelerator(settings: TrainSettings) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +29,11 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.system import logs
 from specdec.system.cache import find_cache
+from specdec.system.machine import read_processor
 
 logger = logs.get_logger(__name__)
 FORMAT_VERSION = 3  # older tables are measured again
 FOLDER_NAME = "costs"  # of an engine folder, and of the cache
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def find_costs(
@@ -98,15 +97,6 @@ def describe_key(
         ],
         "drafting": dict(drafting),
     }
-
-
-def read_processor() -> str:
-    """Return the processor's name."""
-    with contextlib.suppress(OSError):
-        for line in CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def list_paths(folder: Path, key: Mapping[str, Any]) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
+from specdec.system.machine import read_cpu_flags
 
 SOURCE = Path(__file__).with_name("kernels.cpp")  # with its headers in the folder `kernels`
 # Contraction is off because kernels.cpp itself says which products are fused with a sum. On x86
@@ -98,14 +99,7 @@ def hash_source(source: Path) -> str:
 
 def describe_cpu() -> str:
     """Identify the instruction set that `-march=native` compiles for."""
-    features = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.split(":")[0].strip() in ("flags", "Features"):
-                features = " ".join(sorted(line.split(":", 1)[1].split()))
-                break
-    except OSError:
-        features = platform.processor()
+    features = " ".join(read_cpu_flags()) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
 
 

@@ -7,12 +7,14 @@ import ctypes
 import dataclasses
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
+CPU_INFO = Path("/proc/cpuinfo")
 SMI_QUERY = "index,name,compute_cap,memory.total,driver_version,uuid"
 SMI_SECONDS = 20
 
@@ -50,6 +52,26 @@ def is_importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+def read_processor() -> str:
+    """Return the processor's name."""
+    return next(iter(_read_cpu_info("model name")), platform.processor())
+
+
+def read_cpu_flags() -> list[str]:
+    """List the names of the processor's instruction sets; none where they are unknown."""
+    lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
+    return sorted({word for line in lines for word in line.split()})
+
+
+def _read_cpu_info(key: str) -> list[str]:
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    pairs = (line.partition(":")[::2] for line in lines)
+    return [value.strip() for name, value in pairs if name.strip() == key]
 
 
 def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:

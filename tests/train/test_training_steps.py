@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files import manifest as manifest_module
+from specdec.system import machine
 from specdec.train import devices, job, output, sanity, setup
 from specdec.train import loop as loop_module
 from specdec.train import target as target_module
@@ -197,7 +198,7 @@ def test_processors_that_multiply_bf16(
     if flags is not None:
         info.write_text(f"flags : {flags}\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "Path", lambda name: info)
+    monkeypatch.setattr(machine, "CPU_INFO", info)
     assert devices._has_fast_bf16() is is_fast
 
 
