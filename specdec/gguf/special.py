@@ -55,11 +55,11 @@ def list_ends(metadata: Mapping[str, Any]) -> list[int]:
     As in llama.cpp, `<|end|>` ends but a part of an answer where others of ENDS_OF_ANSWERS are.
     """
     tokens = metadata.get(PREFIX + "tokens", ())
-    ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
-    ends = [list_special(metadata).get("eos"), *ends]
+    named_ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eot", "eom")]
+    named_ends = [list_special(metadata).get("eos"), *named_ends]
     texts = set(ENDS) - set(list_words(tokens))
-    ends += [number for number, text in enumerate(tokens) if text in texts]
     words = set(tokens)
     parts = {"<|end|>"} if any(pair <= words for pair in ENDS_OF_ANSWERS) else set()
-    ends = [end for end in ends if type(end) is int and 0 <= end < len(tokens)]
+    ends = [end for end in named_ends if type(end) is int and 0 <= end < len(tokens)]
+    ends += [number for number, text in enumerate(tokens) if text in texts]
     return list(dict.fromkeys(end for end in ends if tokens[end] not in parts))
