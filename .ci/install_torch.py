@@ -2,9 +2,9 @@
 """Install torch's build for CPUs from PyTorch's own index: `install_torch.py URL torch==2.13.0`.
 
 Run by the Python that it is for. The index is asked for torch alone, since pip asks an extra index
-for each package, and asks again for minutes where that cannot be reached. What is installed next
-brings torch from pip's usual places where this leaves it out: pip was told where to look, URL is
-empty, or nobody answers there.
+for each package, and asks again for minutes where that cannot be reached. Where this leaves torch
+out (pip was told where to look, URL is empty, or nobody answers there), the next installation
+takes it from pip's usual places.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the embedded engine reaches on a GPU, compared with transformers: one machine, one run.
+"""Speed of the embedded engine on a GPU, compared with transformers: one machine, one run.
 
     python benchmarks/gpu.py [--shapes 1b 7b] [--repeat 5] [--output-len 256]
                              [--no-fused] [--output-dir benchmarks/results]
@@ -142,7 +142,7 @@ class Bench:
 
     @property
     def cache_bytes(self) -> int:
-        """What a step reads of the cache, at half of the output."""
+        """Bytes that a step reads of the cache, at half of the output."""
         model, length = self.model, self.shape.prompt + self.shape.output // 2
         return 2 * model.num_hidden_layers * length * model.num_key_value_heads * (
             model.head_size * TORCH_DTYPES[model.dtype].itemsize

@@ -8,7 +8,7 @@
 The cost of a step is then that of the large shape, and text and acceptance are the small model's.
 The default shape has 986M parameters: 22 layers, hidden 2048, SwiGLU 5632, 32 heads, 4 K/V heads.
 
-What is added is random wherever nothing comes of it, so that no arithmetic is cheaper than with
+Added weights are random wherever nothing comes of it, so that no arithmetic is cheaper than with
 trained weights. Added layers have output projections of zero, whose signs are random: no two are
 equal. Added channels of the hidden state stay zero, since nothing writes to them, and what reads
 them is random. Norms divide by the mean over more channels, for which their weights and epsilon
@@ -237,7 +237,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def compute_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    """What transformers computes in float32 for a fixed row of tokens."""
+    """Compute transformers' logits in float32 for a fixed row of tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):

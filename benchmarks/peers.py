@@ -3,7 +3,7 @@
 
     python benchmarks/peers.py [--size full|small|pycode] [--peers NAME...] [--threads 2]
 
-The same Hugging Face folders, prompts and output lengths for all, greedy, in bfloat16, one request
+All get equal Hugging Face folders, prompts and output lengths, greedy, in bfloat16, one request
 at a time. Each peer is installed from the package index into a virtual environment of its own, runs
 in a process of its own that loads once, and takes its turn in every round. Speculative ways choose
 the fastest of the same draft lengths first. A peer that cannot be installed, or dies, has its

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a verify step costs by its number of tokens, at the size of a real model.
+"""Cost of a verify step by its number of tokens, at the size of a real model.
 
     python benchmarks/verify_cost.py [--layers 22] [--hidden 2048]
                                      [--dtype bfloat16|float16|float32] [--quantization int8|int4]

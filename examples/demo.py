@@ -165,7 +165,7 @@ def main() -> None:
     print("\n== 2. It writes. Drafted tokens that it accepted are marked.", flush=True)
     show_text(show)
 
-    print("\n== 3. What drafts gain: each question is answered in every way, by turns.", flush=True)
+    print("\n== 3. The gain: each question is answered in every way, by turns.", flush=True)
     meter = LoadMeter()
     rows = measure_ways(show)
     print("\n".join(["", *format_rows(rows), "", conclude(rows)]))

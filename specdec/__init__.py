@@ -1,6 +1,6 @@
 """Speculative decoding, from Hugging Face folders to a running engine.
 
-What `__all__` names is the public API (docs/api.md); all else may change from release to release.
+The public API is the names in `__all__` (docs/api.md); all else may change with a release.
 """
 
 from __future__ import annotations

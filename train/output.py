@@ -171,7 +171,7 @@ def _describe_results(settings: TrainSettings, evaluation: dict[str, Any]) -> li
 
 def _describe_acceptance(acceptance: dict[str, Any] | None) -> str:
     if acceptance is None:
-        return "What an engine accepts was not measured; `specdec-run --json` shows it."
+        return "The acceptance by an engine was not measured; `specdec-run --json` shows it."
     return (
         f"An engine made by specdec-convert and specdec-build ({acceptance['dtype']}, their"
         f" defaults) emitted **{acceptance['acceptance_length']:.2f}** tokens per verify step:"

@@ -29,7 +29,7 @@ CMAKE_FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a peer's environment holds; `finish` does what pip does not.
+    """Packages of a peer's environment; `finish` does the steps that pip does not.
 
     removed: packages that come along and break others; torchvision is built for another torch.
     """
@@ -39,7 +39,7 @@ class Recipe:
     finish: Callable[[Path, Path], None] | None = None
 
     def describe(self) -> str:
-        """What an environment must have been made with to be used again."""
+        """Return the inputs that an environment must have been made with to be used again."""
         words = [*self.packages, *(f"-{name}" for name in self.removed)]
         return json.dumps([*words, *((*CMAKE_FLAGS, *LLAMA_PROGRAMS) if self.finish else ())])
 

@@ -217,7 +217,7 @@ def _make_each(models: Models, suffix: str, make: Callable[[Path, Path], None]) 
 
 
 def find_shortage(size: Size, work: Path) -> list[str]:
-    """What a run with all peers needs and the machine lacks, with both numbers.
+    """List the resources that a run with all peers needs and the machine lacks, with both numbers.
 
     work: with the folders models and environments; what an earlier run has left there is counted.
     """

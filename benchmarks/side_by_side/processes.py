@@ -148,7 +148,7 @@ def run_logged(command: Sequence[str | Path], log: Path, what: str, **options: A
 
 
 class Conditions:
-    """What a report begins with: the machine and the commit, and what others did meanwhile."""
+    """Return the head of a report: the machine and the commit, and the load by others meanwhile."""
 
     def __init__(self) -> None:
         """Look at the machine, best before anything is started, and `watch`."""

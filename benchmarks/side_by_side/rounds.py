@@ -18,14 +18,14 @@ PARTS = ("draft", "verify", "accept", "other")
 
 
 class Caller(Protocol):
-    """What answers calls: a worker."""
+    """Answerer of calls: a worker."""
 
     def call(self, name: str, **settings: Any) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is decoded. long_prompt: for the time to the first token."""
+    """Texts to be decoded. long_prompt: for the time to the first token."""
 
     prompts: Sequence[Sequence[int]]
     long_prompt: Sequence[int]

@@ -1,4 +1,4 @@
-"""What is measured: ways of decoding, the settings each may choose from, and who runs them."""
+"""Measured cases: ways of decoding, the settings each may choose from, and who runs them."""
 
 from __future__ import annotations
 

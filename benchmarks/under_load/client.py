@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 @dataclasses.dataclass
 class Reply:
-    """What came of one request. arrivals: when its events with text came, and the text of each."""
+    """Outcome of one request. arrivals: when its events with text came, and the text of each."""
 
     began: float
     arrivals: list[tuple[float, str]] = dataclasses.field(default_factory=list)
@@ -116,7 +116,7 @@ async def _send(
 
 
 def make_head(address: str, path: str, body: bytes | None, *, keep: bool = False) -> bytes:
-    """What stands before a request's body; keep: the connection, for another."""
+    """Return the head before a request's body; keep: the connection, for another."""
     lines = [
         f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: {urlsplit(address).netloc}", f"Connection: {'keep-alive' if keep else 'close'}",
@@ -138,7 +138,7 @@ async def _read_rest(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) 
 
 
 async def _read_chunks(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> Any:
-    """What a body comes in: the chunks, or the whole of it."""
+    """Yield a body's parts: the chunks, or the whole of it."""
     if headers.get(b"transfer-encoding", b"").lower() != b"chunked":
         length = headers.get(b"content-length")
         yield await (reader.read() if length is None else reader.readexactly(int(length)))

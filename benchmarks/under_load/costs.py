@@ -1,4 +1,4 @@
-"""What serving takes of a step, and what /health takes of serving."""
+"""Time that serving takes of a step, and that /health takes of serving."""
 
 from __future__ import annotations
 

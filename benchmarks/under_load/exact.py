@@ -70,7 +70,7 @@ def mix_chats(number: int, seed: int = 4) -> list[tuple[str, Body]]:
 
 
 async def ask_chat(address: str, path: str, body: Body) -> Any:
-    """What a chat or a response says, whole or streamed: texts, calls and why each ended."""
+    """Read a chat or a response, whole or streamed: texts, calls and why each ended."""
     documents = [document for _, document in await ask_documents(address, path, body)]
     last = documents[-1]
     if path == RESPONSES:
@@ -152,12 +152,12 @@ async def ask_under_load(
 
 
 async def ask_alone(address: str, chats: Sequence[tuple[str, Body]]) -> list[Any]:
-    """What they get one after another, nothing drafted."""
+    """Return the answers to them one after another, nothing drafted."""
     return [await ask_chat(address, path, body | {"speculation": False}) for path, body in chats]
 
 
 def measure_memory(pid: int) -> float:
-    """What a process holds, in MB."""
+    """Return a process's memory in MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
@@ -167,7 +167,7 @@ def describe(reply: Reply) -> Text:
 
 
 def generate_alone(engine_dir: Path, bodies: Sequence[Body]) -> list[Text]:
-    """What the Python API gives one after another, nothing drafted."""
+    """Return the Python API's answers one after another, nothing drafted."""
     found = []
     with Engine.load(engine_dir, speculation=False, device="cpu") as engine:
         for body in bodies:

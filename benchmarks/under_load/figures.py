@@ -1,4 +1,4 @@
-"""What replies say of a server: tokens per second, times to the first token and between tokens."""
+"""Figures of a server's replies: tokens per second, times to the first and between tokens."""
 
 from __future__ import annotations
 

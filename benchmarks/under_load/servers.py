@@ -42,7 +42,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The same two models as each server reads them: folders of engines, GGUF files, folders."""
+    """Two models as each server reads them: folders of engines, GGUF files, folders."""
 
     tokenizer: Path
     engines: Mapping[str, Path]

@@ -161,7 +161,7 @@ def find_problems(checkpoint: CheckpointConfig, capabilities: list[str], trt: An
     }  # fmt: skip
     flags += [name for name, sizes in kinds.items() if sizes is not None]
     least = min(map(float, capabilities))
-    # What a checkpoint needs, and the first compute capability with it.
+    # A checkpoint's need, and the first compute capability with it.
     is_fp8 = checkpoint.quantization.quant_algo == FP8
     needs = (
         (model.tp_size != 1, f"{split} TensorRT sums over ranks", 8.0),

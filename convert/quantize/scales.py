@@ -48,7 +48,7 @@ logger = logs.get_logger(__name__)
 # The head stays in the model's type; embeddings and norms are no linears.
 EXCLUDED = ("lm_head",)
 MIN_KV_SCALE = np.float32(1)  # ModelOpt's rule: small keys and values are not scaled up
-# What each K/V scale is the largest of.
+# Each K/V scale is the largest of these.
 _KV_PARTS = dict(zip(KV_SCALES, (("k", "v"), ("k",), ("v",)), strict=True))
 
 

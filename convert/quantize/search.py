@@ -7,7 +7,7 @@ weights may lose its largest magnitudes, where that is the lesser error. SmoothQ
 2022, https://arxiv.org/abs/2211.10438) has s_i = m_i^a / w_i^(1 - a), with the largest magnitudes m
 of the input and w of its weights; the error of rounding the input counts, too.
 
-What an error D of the weights does to the outputs is sum(D C D^T), C = the mean of x x^T over the
+An error D of the weights changes the outputs by sum(D C D^T), C = the mean of x x^T over the
 calibration's tokens x. C is kept for pairs of inputs within a group of weights: errors of different
 groups are independent. So memory depends neither on the number of tokens nor on that of rows.
 """

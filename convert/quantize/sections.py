@@ -439,7 +439,7 @@ def _find_group_size(section: Section, size: int) -> int:
 # Where early versions of AutoGPTQ and AutoAWQ wrote what is in config.json now, by other keys.
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 EARLY_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
-# What the names of tensors end with that only quantized matrices have.
+# Endings of the names of tensors that only quantized matrices have.
 QUANTIZED = (
     ".qweight",
     ".weight_packed",

@@ -1,8 +1,9 @@
 """Hugging Face folders that are FP8 already: ModelOpt's unified export and its relatives.
 
 There each projection has scales of its own (`weight_scale`, `input_scale`), where TensorRT-LLM's
-layout has one for q, k and v, and one for fc and gate: the largest of them. What had a smaller one
-is rounded again: value * own scale / shared scale, in float32, to the nearest float8, ties to even.
+layout has one for q, k and v, and one for fc and gate: the largest of them. A matrix that had a
+smaller one is rounded again: value * own scale / shared scale, in float32, to the nearest float8,
+ties to even.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logs.get_logger(__name__)
 
 SOURCE_SCALES = {"weight_scale": WEIGHT_SCALE, "input_scale": ACTIVATION_SCALE}
 DEQUANTIZE = "add --dequantize, which writes plain weights in --dtype"
-# What a kv_cache_scheme says of a cache that a checkpoint can hold.
+# Facts of a kv_cache_scheme whose cache a checkpoint can hold.
 _FP8_CACHE = {"type": "float", "num_bits": 8, "dynamic": False, "strategy": "tensor"}
 # Where the writers put the scales of K and V, from the attention module.
 KV_NAMES = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))

@@ -41,7 +41,7 @@ CORPUS = "examples/pycode/work/corpus"
 TRAINING_PROMPTS = "examples/pycode/work/train_prompts.jsonl"
 
 Recipe = dict[str, dict[str, Any]]
-# What `--quick` changes in each section.
+# Changes by `--quick` in each section.
 QUICK_NUM_PROMPTS = 4
 QUICK: Recipe = {
     "data": {"max_rows": 8, "max_tokens": 24},

@@ -35,7 +35,7 @@ from specdec.measure.repetition import is_looping
 from specdec.text.pretrained import load_tokenizer
 
 TURNS_AT_ONCE, TURN_TOKENS = 512, 128
-# What `turns --begun` lets a user begin with: turns of the kinds that bare templates rarely bring.
+# Beginnings of a user's turns for `turns --begun`, of kinds that bare templates rarely bring.
 BEGINNINGS = (
     "Summarize the following article:", "Translate this German sentence into English:",
     "Write a Python function that", "Who", "When did", "What is the", "Where", "A farmer has",
@@ -89,7 +89,7 @@ def find_beginning(tokenizer: Any, text: str) -> list[int]:
 
 
 def is_sensible(turn: dict[str, Any]) -> bool:
-    """Whether a turn ended by itself and looks like a request in English or German."""
+    """Return whether a turn ended by itself and looks like a request in English or German."""
     text = turn["text"].strip()
     num_plain = sum(c < "\u0180" and (c.isalnum() or c in " ,.?!'\"\n") for c in text)
     return (

@@ -6,7 +6,7 @@
 The hidden state is projected onto the main directions of the embedding's rows (its right singular
 vectors), and every matrix with it; norms' weights go into the matrices after them. Of the layers,
 evenly spaced ones stay, the first and the last among them; of a layer, the first query heads with
-their K/V heads, and of the MLP the channels with the largest weights. What comes of it has to be
+their K/V heads, and of the MLP the channels with the largest weights. The pruned model has to be
 trained (examples/pycode/pretrain.py --start-from OUT --teacher-dir MODEL).
 """
 

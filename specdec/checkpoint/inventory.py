@@ -37,7 +37,7 @@ from specdec.model.tensors import (
     list_target_tensors,
 )
 
-# What TensorRT-LLM's own writer stores and every loader computes again.
+# Tensors that TensorRT-LLM's own writer stores and every loader computes again.
 ROTARY_BUFFERS = ("embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention")
 
 

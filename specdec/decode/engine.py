@@ -131,7 +131,7 @@ class TorchEngine:
         )  # fmt: skip
         if recorder is None and self.device.type == "cuda" and self.config.prepack:
             recorder = CudaRecorder(self.device)
-        # What ranks exchange is not recorded, nor which experts a step chooses, nor what a step
+        # Exchanges of ranks are not recorded, nor which experts a step chooses, nor what a step
         # does to the states of a hybrid; and a recorded cache has the same heads in all layers.
         kinds = (model.experts, model.recurrence, model.layer_sizes)
         is_recorded = all(kind is None for kind in kinds)
@@ -404,7 +404,7 @@ def load_engine(
         drafting=drafting,
         measures_late=measures_late,
     )
-    # What reading a tokenizer took and has freed is given back: 40 MB for 150,000 tokens.
+    # Memory that reading a tokenizer took and has freed is given back: 40 MB for 150,000 tokens.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
     return engine

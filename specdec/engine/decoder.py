@@ -369,7 +369,7 @@ def find_fused(device: torch.device) -> type[TorchLayers] | None:
 
         with torch.cuda.device(device):
             gate(torch.zeros(2, device=device), "silu")
-    # What Triton raises without a compiler of C, without its headers, without the driver's library.
+    # Errors of Triton without a compiler of C, without its headers, without the driver's library.
     except (ImportError, OSError, RuntimeError, AssertionError, SubprocessError) as error:
         logger.warning(
             "fused kernels: %s; torch's own operators run in their place, slower: install triton,"

@@ -1,7 +1,7 @@
 """Calls of fixed shapes, recorded once and replayed: CUDA graphs.
 
 A decoder's step is hundreds of small kernels, and starting them from Python takes longer than the
-device needs for them. A recorded call starts them all at once. What it reads must lie where it lay
+device needs for them. A recorded call starts them all at once. Its inputs must lie where they lay
 when it was recorded: inputs are copied into buffers that belong to the graph, and the cache is one
 that stays in its place (`StepGraphs.lend_blocks`).
 
@@ -165,8 +165,8 @@ class Graphs:
 
     def _record(self, graph: _Graph, owner: object, compute: Callable[..., Outputs]) -> None:
         bytes_before = self._measure()
-        # What is collected meanwhile may be another engine's memory on the device, and to free that
-        # ends the recording.
+        # Garbage that is collected meanwhile may be another engine's memory on the device, and
+        # to free that ends the recording.
         try:
             with pause_collection():
                 graph.outputs, graph.replay = self.recorder.record(lambda: compute(*graph.buffers))

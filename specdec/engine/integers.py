@@ -104,7 +104,7 @@ class IntegerMatrix:
         return (groups * scales).reshape(signed.shape)
 
 
-# What is not of the model's type.
+# Numbers that are not of the model's type.
 Quantized = IntegerMatrix | BlockMatrix
 Matrix = Tensor | Quantized | KernelMatrix
 

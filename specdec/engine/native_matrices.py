@@ -258,7 +258,7 @@ class KernelMatrix:
         return all(torch.equal(self.look_up(rows), weight[rows]) for rows in ranges)
 
 
-# What an engine's weights have under a tensor's name: the tensor, or the matrix as it is packed, or
+# An engine's weights have under a tensor's name: the tensor, or the matrix as it is packed, or
 # those of all experts.
 Weight = Tensor | KernelMatrix | tuple[KernelMatrix, ...]
 

@@ -48,7 +48,7 @@ class ReDrafterHead:
     ) -> None:
         self.params = params
         self.embedding = embedding
-        # What a shortened vocabulary adds to the number of a head's output, [V].
+        # The sum that a shortened vocabulary adds to the number of a head's output, [V].
         self.offsets = take_offsets(take_drafter_tensors(weights, "drafter."), embedding.shape[0])
         num_outputs = embedding.shape[0] if self.offsets is None else len(self.offsets)
         self.num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)

@@ -45,7 +45,7 @@ class Verification:
         entries = _list_entries(folder)
         files = [(folder / e.path, e) for e in entries if e.path.endswith(names)]
         self._files = [(path, entry) for path, entry in files if not _is_remembered(path, entry)]
-        # Whether the comparison takes long enough to go on while the engine begins its work.
+        # True where the comparison takes long enough to go on while the engine begins its work.
         self.is_long = sum(entry.num_bytes for _, entry in self._files) > LARGE_BYTES
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         self._thread.start()

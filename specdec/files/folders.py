@@ -53,7 +53,7 @@ NEEDS = {
     MTP: "mtp.fc.weight, model.layers.N.eh_proj.weight or model.mtp_layers.0.input_proj.weight",
     MTP_ASSISTANT: "pre_projection.weight and post_projection.weight (Gemma 4's assistants)",
 }
-# What nothing here computes or reads, by a name of a tensor or file, or a key of config.json.
+# Contents that nothing here reads, by a name of a tensor or file, or a key of config.json.
 FOREIGN = {
     "an MLP or LSTM speculator": r"speculator\.",
     "Hydra heads": r"hydra_(num|lm|mlp)_",
@@ -62,7 +62,7 @@ FOREIGN = {
     "an EAGLE-3 drafter with NeMo's names": r"model\.fc\.",
     "an MTP head with speculators' names": r"mtp_layers\.",
 }
-# What to do with a folder of each kind.
+# The remedy for a folder of each kind.
 USES = {
     ENGINE: "specdec-run takes it as --engine-dir",
     CHECKPOINT: "specdec-build makes an engine of it: specdec-build --checkpoint-dir {path}",
@@ -104,7 +104,7 @@ WEIGHT_NAMES = (
 )  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 ADAPTER_CONFIG = "adapter_config.json"
-# What clients of downloads put after the name of a file that is not finished, or beside it.
+# Endings that clients of downloads put after the name of a file that is not finished, or beside it.
 UNFINISHED = (".aria2", ".part", ".incomplete", ".crdownload", ".partial", ".download")
 MAX_PICKLE_BYTES = 64 << 20
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

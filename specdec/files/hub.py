@@ -9,7 +9,7 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.folders import suggest_folder
 
-# What the library raises -> what to say and to do about it, the most special first.
+# The library's error -> the message and its remedy, the most special first.
 REFUSALS = (
     ("GatedRepoError", "access to that model is restricted",
      "accept its terms on the Hub, and set HF_TOKEN to a token that may read it"),

@@ -154,7 +154,7 @@ def find_changes(folder: Path) -> tuple[list[str], list[str]]:
 def check_sources(sources: Iterable[Mapping[str, Any]]) -> None:
     """Raise SpecDecError for weights that differ from the manifest which specdec wrote with them.
 
-    sources: of `describe_file`. What lies in folders of other tools is not judged.
+    sources: of `describe_file`. Files in folders of other tools are not judged.
     """
     manifests: dict[Path, dict[str, str | None]] = {}
     for source in sources:

@@ -112,7 +112,7 @@ def find_existing(path: Path) -> Path:
 def check_free_space(output_dir: Path, num_bytes: int, subject: str) -> None:
     """Raise SpecDecError where a disk cannot hold an output. subject: "the engine takes"."""
     folder, free_bytes = measure_free_space(output_dir)
-    # What an interrupted run has written is gone on with, or removed first.
+    # Files that an interrupted run has written are gone on with, or removed first.
     partial = get_partial(output_dir)
     free_bytes += sum(path.stat().st_size for path in partial.rglob("*")) if partial.is_dir() else 0
     if free_bytes < num_bytes:

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file as the config.json of a Hugging Face folder.
 
-What keys mean is told by llama.cpp at 0c1e57098 (src/llama-model.cpp and src/models/). A key of the
+The meaning of keys is llama.cpp's at 0c1e57098 (src/llama-model.cpp and src/models/). A key of the
 architecture that is not read here is an error, since it may change what the model computes.
 """
 

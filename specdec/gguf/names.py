@@ -171,10 +171,10 @@ READ = {
         shift=1.0, deals_heads=True,
     ),
 }  # fmt: skip
-# What `llama` also is: with a window, and with experts.
+# `llama` with a window, and with experts, are these kinds.
 MISTRAL = GgufArchitecture("MistralForCausalLM", "mistral", interleaves=True)
 MIXTRAL = GgufArchitecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, interleaves=True)
-# What `granitemoe` also is with a shared expert, and `granitehybrid` without other experts.
+# `granitemoe` with a shared expert, and `granitehybrid` without other experts, are this kind.
 GRANITE_SHARED = dataclasses.replace(
     READ["granitemoe"], architecture="GraniteMoeSharedForCausalLM", model_type="granitemoeshared"
 )

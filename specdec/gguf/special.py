@@ -9,7 +9,7 @@ PREFIX = "tokenizer.ggml."
 MADE_FROM = "made_from"  # in tokenizer_config.json: what it was made from, here "gguf"
 # A token's kind, as gguf.TokenType has it.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-# What the elements of these lists are.
+# Types of the elements of these lists.
 LISTS: dict[str, type] = {"tokens": str, "token_type": int, "scores": float, "merges": str}
 NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Of a SentencePiece tokenizer, where the file names none.

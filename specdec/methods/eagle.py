@@ -38,7 +38,7 @@ OWN_ARCHITECTURE, EAGLE3_ARCHITECTURE = "SpecDecEagleForCausalLM", "Eagle3ForCau
 # Of P-EAGLE: what stands for the outputs of the target's layers where a token is not known yet.
 MASK_HIDDEN = "drafter.mask_hidden"
 MASK_DEPTH = 8  # tokens that speculators trains a pass to draft
-# What `eagle_config` of a published folder says of every EAGLE-3 drafter that is known here.
+# Facts of `eagle_config` in a published folder, for every EAGLE-3 drafter that is known here.
 EAGLE3_FIXED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,

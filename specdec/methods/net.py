@@ -30,7 +30,7 @@ from .base import (
     whole_number,
 )
 
-# What a checkpoint says of the layers that draft, in a Llama's field names.
+# Facts of a checkpoint about the layers that draft, in a Llama's field names.
 NET_RULES = {
     **{
         name: whole_number(*BOUNDS[name])

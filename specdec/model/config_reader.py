@@ -16,7 +16,7 @@ from specdec.model.rotary_scaling import list_kinds
 
 # How many experts a layer has: transformers 5 writes the second for Qwen3-MoE, 4.57 the first.
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-# What means false in a field of any type.
+# Values that mean false in a field of any type.
 NO = ("false", "0", "no", "none", "")
 T = TypeVar("T")
 

@@ -32,13 +32,13 @@ KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scali
 # Older writers label float8 bytes as int8.
 FLOAT8_STORAGE = (FLOAT8, "int8", "uint8")
 
-# What specdec-build makes of a checkpoint that is not quantized: the matrices of the target's
+# Types that specdec-build makes of a checkpoint that is not quantized: the matrices of the target's
 # layers as integers, of 8 bits with one float32 scale per row or of 4 as int4.py has them.
 INT8 = "int8"
 INT4 = "int4"
 INT8_SCALES = CHANNEL_SCALE
 
-# What TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
+# Modules that TensorRT-LLM leaves unquantized where a checkpoint lists nothing.
 DEFAULT_EXCLUDED = (
     "*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*block_embedding",
     "*shared_expert_gate",

@@ -25,7 +25,7 @@ TOKEN_ORDER = "drafter.token_order"
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov.vocab_embedding.weight", f"markov.{HEAD}"
 OFFSETS = "d2t"
 NETS_OFFSETS = tuple(net + OFFSETS for net in (EAGLE_NET, DFLASH_NET, MTP_NET, ASSISTANT_NET))
-# What a token's choice among a layer's experts is computed with.
+# Tensors that a token's choice among a layer's experts is computed with.
 ROUTER, ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
 # Beginning of the names of experts beside an MLP, within the layer.
 ADDED_EXPERTS = "mlp.experts."
@@ -33,7 +33,7 @@ ADDED_EXPERTS = "mlp.experts."
 SINKS = "attention.sinks"
 # The table of what each layer reads of a token besides the layer before it, and its numbers' norm.
 LAYER_INPUTS, LAYER_INPUT_NORM = "transformer.layer_inputs.weight", "transformer.layer_input_norm"
-# What the names of a layer of linear attention begin with, within the layer.
+# Beginnings of the names of a layer of linear attention, within the layer.
 LINEAR_MODULE = "linear_attention."
 CONV_MODULE = "short_conv."  # of a layer with a short convolution
 MAMBA_MODULE = "mamba."  # of a layer of Mamba-2

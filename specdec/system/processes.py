@@ -133,7 +133,7 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] in ("T", "t")
 
 
-# What launchers of several processes tell each one; a command that one of them calls is none.
+# Variables that launchers of several processes set in each one; a command started by one is none.
 LAUNCHER_NAMES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

@@ -38,7 +38,7 @@ TEMPLATES = {
 }
 # Keys of a config.json for the tokens in whose places images, videos and sounds are put.
 IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
-# What apply_chat_template takes besides the template's own variables.
+# Arguments of apply_chat_template besides the template's own variables.
 RESERVED = frozenset((
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",

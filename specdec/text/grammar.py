@@ -1,6 +1,6 @@
 """Structured output: a grammar masks the logits at every node of a draft tree.
 
-What is emitted is distributed as plain decoding with the mask is, since a node's mask follows from
+The emitted text is distributed as plain decoding with the mask is, since a node's mask follows from
 the very text that its path means. Drafts that leave the grammar are not verified.
 Legend: T tree nodes, V vocabulary.
 """

@@ -23,8 +23,8 @@ from specdec.system.logs import get_logger
 from specdec.text.pretrained import load_tokenizer
 
 FOLDER = "tokenizer"  # of an engine
-# What transformers reads a tokenizer from; config.json names the model, and generation_config.json
-# the tokens that end a text. No code: it would not be run.
+# Files that transformers reads a tokenizer from; config.json names the model, and
+# generation_config.json the tokens that end a text. No code: it would not be run.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",

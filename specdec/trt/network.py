@@ -41,7 +41,7 @@ def name_types(trt: Any) -> dict[torch.dtype, Any]:
 
 
 class NetworkWriter:
-    """A network under construction. What a method returns is a tensor of the network.
+    """A network under construction. A method returns a tensor of the network.
 
     ranges: by input, its least, usual and most sizes. num_bytes: of the weights so far.
     """
@@ -53,7 +53,7 @@ class NetworkWriter:
         self.trt, self.types, self.dtype, self.rank = trt, name_types(trt), dtype, rank
         self.sizes, self._builder = sizes, builder
         self.meets_ranks = False  # until a layer exchanges something with other ranks
-        # Whether attention takes the lengths of keys and values, after which nothing is read.
+        # True where attention takes the lengths of keys and values, after which nothing is read.
         self.has_lengths = hasattr(trt.IAttention, "key_value_lengths")
         flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         self.network = builder.create_network(flag)

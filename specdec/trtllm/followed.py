@@ -11,7 +11,7 @@ from specdec.text.text_stream import decode_text
 from specdec.trtllm.engine_folder import EngineFolder
 from specdec.trtllm.runner import NO_END
 
-# What the runtime's own drafting does not tell of its steps.
+# Facts of its steps that the runtime's own drafting does not tell.
 UNTOLD = frozenset({
     "num_drafted_steps", "num_draft_tokens", "num_accepted", "acceptance_rate",
     "accepted_histogram",

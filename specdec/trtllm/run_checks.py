@@ -214,7 +214,7 @@ def check_settings(settings: DecodeSettings, fraction: float | None) -> None:
         )
 
 
-# What only our own loop does with logits, by the fields of a prompt.
+# Operations on logits that only our own loop has, by the fields of a prompt.
 SHAPED = {name: name for name in (*SHAPING, "bad_words", "min_tokens")} | {
     "allowed_ids": "allowed_token_ids"
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """TensorRT-LLM's ModelRunnerCpp, called so that nothing is ignored, cut or mixed up in silence.
 
-What its versions take differs, and an unknown keyword argument of `generate` is dropped without a
-word: options are compared with the installed signatures instead of with a version number.
+Its versions take different arguments, and an unknown keyword argument of `generate` is dropped
+without a word: options are compared with the installed signatures instead of with a version number.
 """
 
 from __future__ import annotations

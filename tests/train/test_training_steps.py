@@ -440,7 +440,7 @@ def test_the_model_card(written: tuple[Path, torch.nn.Module]) -> None:
         "| --- | --- | --- | --- | --- |",
         "| 1 | 0.500 | 50.0% | 75.0% | 100.0% |",
         "| 2 | 1.000 | 25.0% | 50.0% | 62.5% |",
-        "What an engine accepts was not measured; `specdec-run --json` shows it.",
+        "The acceptance by an engine was not measured; `specdec-run --json` shows it.",
     ):
         assert line in card.splitlines(), line
     assert "* AdamW, learning rate 0.001 after a warm-up over 10% of the steps" in card

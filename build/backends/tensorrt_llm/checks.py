@@ -1,6 +1,6 @@
 """Checks before trtllm-build of what it bends in silence, and of engines that nothing would run.
 
-What trtllm-build itself refuses with an error is left to it, and `process` explains it.
+Errors of trtllm-build itself are left to it, and `process` explains it.
 
 Each function lists (fact, remedy) pairs, so that all of them are told at once.
 """

@@ -17,7 +17,7 @@ from specdec.errors import SpecDecError
 NUM_LAST_LINES = 15
 END_SECONDS = 10  # that a child has to end after it was told to
 
-# What trtllm-build says when it fails, what that means, what to do. The first that is found counts.
+# Messages of a failing trtllm-build, their meaning, and the remedy. The first that is found counts.
 CAUSES: tuple[tuple[str, str, str], ...] = (
     (r"unrecognized arguments: (?P<what>.*)|invalid choice: (?P<choice>\S+)",
      "this trtllm-build does not know a flag or value: {what}{choice}",

@@ -349,7 +349,7 @@ class Pace:
             first_rate = promised_gains[0] / num_rows
             level_gains = (num_rows * first_rate**n for n in range(1, self.max_tokens + 1))
             promised_gains = [*map(max, promised_gains, itertools.accumulate(level_gains))]
-        # What a draft of this kind promises, whatever is verified of it.
+        # The promise of a draft of this kind, whatever is verified of it.
         self._promises.append((self.forecast.drafter_set, len(chances), promised_gains, num_nodes))
         return max(best_size, int(self.is_trial))
 
