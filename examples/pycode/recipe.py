@@ -179,7 +179,9 @@ def choose_recipes(args: argparse.Namespace) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="toy length")
     parser.add_argument("--shipped", action="store_true", help="take the drafter that ships")

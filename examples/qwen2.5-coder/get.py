@@ -103,4 +103,4 @@ def add_part(number: int, target: BinaryIO, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print_path(get_model)
+    print_path(get_model, __doc__)

