@@ -46,7 +46,7 @@ from .ollama import (
     describe_version,
 )
 from .protocol import EVENT_STREAM, EVENTS, BadRequest
-from .requests import find_starts, make_requests
+from .requests import find_starts, find_tokens, make_requests
 from .response_body import ResponseBody
 from .responses import ResponseAnswer
 from .scheduler import Job, JobScheduler
@@ -310,8 +310,7 @@ class Endpoints:
 
     def _find_chat_tokens(self, body: ConversationBody) -> list[int]:
         calling = read_calling(body, self._formats)
-        requests, _ = make_requests(self._engine, body, self._formats, calling)
-        return requests[0].input_ids
+        return find_tokens(self._engine, body, self._formats, calling)
 
     async def _detokenize(self, http: Request) -> Response:
         _, text = await self._read(http, DetokenizeBody, self._find_text)

@@ -37,6 +37,7 @@ ERROR_KINDS = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
     504: "timeout_error",
 }  # fmt: skip
+CONTEXT_END = "model_context_window_exceeded"  # stop_reason of an output that the room has ended
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # Modes of OpenAI's tool_choice by the types of Anthropic's; "tool" names one.
 MODES = {"auto": "auto", "any": "required", "none": "none"}
@@ -52,7 +53,11 @@ def describe_error(error: BadRequest) -> dict[str, Any]:
     """Return an error in Anthropic's form, whose text names the parameter."""
     kind = ERROR_KINDS.get(error.status)
     kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.named_message}}
+    message = error.named_message
+    if (excess := error.excess) is not None:  # Anthropic's words, which agents shorten a prompt by
+        length, limit = excess.num_prompt_tokens, excess.max_prompt_tokens
+        message = f"prompt is too long: {length} tokens > {limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,7 @@ class MessagesBody(ConversationBody):
     has_flat_tools = True
     schema_key = "input_schema"
     has_options = False
+    clamps_output = True
     stop_names = ("stop_sequences", "stop_token_ids")
     ignored_names = tuple(dict.fromkeys((*ConversationBody.ignored_names, *IGNORED)))
     not_offered = frozenset((
@@ -298,9 +304,10 @@ class MessagesAnswer(ChatAnswer):
             if (reason := document["finish_reason"]) is not None:
                 stop_word = choice.stop_word if reason == "stop" else None
                 default = "end_turn" if stop_word is None else "stop_sequence"
-                self._stop = {
-                    "stop_reason": STOP_REASONS.get(reason, default), "stop_sequence": stop_word,
-                }  # fmt: skip
+                stop_reason = STOP_REASONS.get(reason, default)
+                if reason == "length" and self._fills_context(choice):
+                    stop_reason = CONTEXT_END
+                self._stop = {"stop_reason": stop_reason, "stop_sequence": stop_word}
                 yield from self._close_block()
 
     def close(self) -> Iterator[dict[str, Any]]:
@@ -311,6 +318,11 @@ class MessagesAnswer(ChatAnswer):
 
     def fail(self, error: BadRequest) -> dict[str, Any]:
         return describe_error(error)
+
+    def _fills_context(self, choice: Choice) -> bool:
+        """Return whether an output has ended for want of room, before the limit that was asked."""
+        limit, room = self.body.max_tokens, choice.request.max_output_len
+        return choice.num_seen >= room and (limit is None or not 0 < limit <= room)
 
     def _add_delta(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if text := delta.get("reasoning_content"):

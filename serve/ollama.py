@@ -17,6 +17,7 @@ from specdec.text.prompts import BOOL, Check
 from .answers import ChatAnswer, Choice
 from .protocol import BadRequest, refuse
 from .schema import (
+    LIMIT,
     MESSAGES,
     TEXT,
     TOP,
@@ -28,6 +29,7 @@ from .schema import (
     ResponseFormat,
     TextFormat,
     Turns,
+    allow_number,
     is_object,
     is_text,
     parameter,
@@ -66,12 +68,18 @@ def _read_format(form: Any) -> tuple[str, TextFormat | None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerParameters(Parameters):
-    """Parameters of an answer that all bodies share."""
+    """Parameters of an answer that all bodies share.
+
+    max_tokens: -1 and -2 are Ollama's: until the context is full.
+    """
+
+    clamps_output: ClassVar[bool] = True
 
     stream: bool | None = _stream_setting()
     format: Any = parameter(FORMAT)
     logprobs: bool | None = parameter(BOOL)
     top_logprobs: int | None = parameter(TOP)
+    max_tokens: int | None = parameter(allow_number(-2, allow_number(-1, LIMIT)))
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -12,6 +12,8 @@ import h11
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specdec.errors import ExcessLength
+
 HEAD_SECONDS = 30.0  # time limit for receiving a request's headers
 EVENTS = "specdec.events"  # key of a request's scope: whether its answer is a stream of events
 EVENT_STREAM = "text/event-stream"
@@ -21,15 +23,18 @@ STALL_SECONDS = 60.0  # after which a client that reads nothing of its answer is
 
 
 class BadRequest(Exception):
-    """Error that a client reads: its request cannot be served as it is, or not now."""
+    """Error that a client reads: its request cannot be served as it is, or not now.
+
+    excess: the numbers of a prompt that is too long, None for other errors.
+    """
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None, excess: ExcessLength | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
-        self.headers = headers
+        self.headers, self.excess = headers, excess
 
     @property
     def named_message(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from specdec import Engine, Prompt, PromptError, SpecDecError
 from specdec.decode.requests import Request
-from specdec.errors import summarize
+from specdec.errors import ExcessLength, summarize
 from specdec.text.call_formats import ChatFormats
 from specdec.text.call_messages import write_messages
 from specdec.text.prompts import ONLY, read_bias
@@ -30,6 +30,7 @@ from .schema import (
 from .tools import Calling, GrammarWriter
 
 MAX_CHOICES = 128  # of one HTTP request, over all its prompts
+EXCESS_CODE = "context_length_exceeded"  # OpenAI's, of a prompt that is too long
 RANDOM_SEED = -1  # as vLLM, llama.cpp and Ollama take it
 
 
@@ -82,7 +83,7 @@ def make_requests(
     for i, prompt in enumerate(inputs.prompts):
         fields = {**prompt, **settings, "index": i if len(inputs.prompts) > 1 else ONLY}
         with _name_parameters(body.source, names):
-            request = _prepare(engine, **fields)
+            request, fields = _fit_output(engine, fields, clamps=body.clamps_output)
             full_grammar = writer.write(calling, formats, grammar, request.input_text)
             ignored += writer.left_out
             if full_grammar is not grammar:
@@ -154,7 +155,7 @@ def _read_inputs(
     prompts = [body.prompt] if is_prompt(body.prompt) else body.prompt
     settings = {
         # The prompt's own pass makes a token.
-        "max_output_len": None if limit == -1 else limit or 1,
+        "max_output_len": None if limit < 0 else limit or 1,
         "logprobs": num_top, "prompt_logprobs": body.is_echoed and num_top is not None,
     }  # fmt: skip
     inputs = [{"text" if is_text(prompt) else "token_ids": prompt} for prompt in prompts]
@@ -190,7 +191,8 @@ def _read_limit(body: ConversationBody) -> tuple[int | None, str]:
     limit, max_tokens = getattr(body, body.limit_name), body.max_tokens
     if limit is None or body.limit_name == "max_tokens":
         limit_param = body.paths.get("max_tokens", "max_tokens")
-        return None if max_tokens == -1 else max_tokens, limit_param
+        is_unlimited = max_tokens is None or max_tokens < 0
+        return None if is_unlimited else max_tokens, limit_param
     if max_tokens not in (None, limit):
         reason = f"max_tokens and {body.limit_name} are both given, and differ"
         raise BadRequest(reason, body.limit_name)
@@ -223,7 +225,28 @@ def _limit_prompt(body: GenerationBody, engine: Engine, output_limit: int | None
     if body.truncate_prompt_tokens != -1:
         return body.truncate_prompt_tokens
     room = engine.max_seq_len - (output_limit or 1)  # -1 is vLLM's: as many as fit
+    if body.clamps_output and room < 1:
+        room = engine.max_seq_len - 1
     return max(1, min(engine.max_input_len, room))
+
+
+def _fit_output(
+    engine: Engine, fields: dict[str, Any], *, clamps: bool
+) -> tuple[Request, dict[str, Any]]:
+    """Return the request of a Prompt's fields, and these fields.
+
+    clamps: whether an output that is longer than the room after the prompt is asked for again, as
+    long as the room.
+    """
+    try:
+        return _prepare(engine, **fields), fields
+    except PromptError as error:
+        excess = error.excess
+        if not clamps or excess is None or excess.num_prompt_tokens > excess.max_prompt_tokens:
+            raise
+        room = excess.max_tokens - excess.num_prompt_tokens
+        fields = {**fields, "max_output_len": room}
+        return _prepare(engine, **fields), fields
 
 
 def _prepare(engine: Engine, *, index: int, **fields: Any) -> Request:
@@ -248,7 +271,34 @@ def _explain(error: SpecDecError, source: str, names: Mapping[str, str]) -> BadR
     param = source if field is None else names.get(field, field)
     if isinstance(error, PromptError) and error.reason is not None:
         return BadRequest(f"{param} {error.reason}", param)
+    if isinstance(error, PromptError) and error.excess is not None:
+        message = f"{_describe_excess(error.excess)}: {summarize(error)}"
+        return BadRequest(message, param, code=EXCESS_CODE, excess=error.excess)
     return BadRequest(summarize(error), param)
+
+
+def _describe_excess(excess: ExcessLength) -> str:
+    """Return OpenAI's words for a prompt that is too long, by which clients recognize the error."""
+    total = excess.num_prompt_tokens + excess.num_output_tokens
+    return (
+        f"This model's maximum context length is {excess.max_tokens} tokens. However, you"
+        f" requested {total} tokens ({excess.num_prompt_tokens} in the prompt,"
+        f" {excess.num_output_tokens} in the completion)"
+    )
+
+
+def find_tokens(
+    engine: Engine, body: ConversationBody, formats: ChatFormats, calling: Calling | None
+) -> list[int]:
+    """Return the tokens of a conversation, which may be more than the engine takes."""
+    inputs = _read_conversation(body, engine, formats, calling)
+    names = {"messages": body.source, "text": body.source, **body.paths}
+    with _name_parameters(body.source, names):
+        fields = {
+            **inputs.prompts[0], "add_special_tokens": body.add_special_tokens,
+            "truncate_prompt_tokens": _limit_prompt(body, engine, None),
+        }  # fmt: skip
+        return engine.encode(Prompt(**fields))
 
 
 def find_starts(engine: Engine, request: Request) -> list[int]:

@@ -59,7 +59,7 @@ def _is_bias(value: Any) -> bool:
     return is_small and CHECKS["logit_bias"][0](read_bias(value))
 
 
-def _allow_number(number: int, check: Check) -> Check:
+def allow_number(number: int, check: Check) -> Check:
     """Return a check that also allows a number which its message does not mention."""
     return lambda v: (type(v) is int and v == number) or check[0](v), check[1]
 
@@ -243,6 +243,7 @@ class GenerationBody(Body):
 
     ignored_names: ClassVar[Sequence[str]] = IGNORED
     has_options = True
+    clamps_output: ClassVar[bool] = False  # to the room after the prompt; else a 400
     stop_names: ClassVar[Sequence[str]] = ("stop", "stop_token_ids")
 
     temperature: float | None = _prompt_setting("temperature")
@@ -260,10 +261,10 @@ class GenerationBody(Body):
     min_tokens: int | None = _prompt_setting("min_tokens")
     bad_words: list[str] | None = _prompt_setting("bad_words")
     allowed_token_ids: list[int] | None = _prompt_setting("allowed_token_ids")
-    max_tokens: int | None = parameter(_allow_number(-1, LIMIT))  # -1: all that there is room for
-    top_k: int | None = parameter(_allow_number(-1, CHECKS["top_k"]))  # -1 is vLLM's: all tokens
+    max_tokens: int | None = parameter(allow_number(-1, LIMIT))  # -1: all that there is room for
+    top_k: int | None = parameter(allow_number(-1, CHECKS["top_k"]))  # -1 is vLLM's: all tokens
     truncate_prompt_tokens: int | None = parameter(
-        _allow_number(-1, CHECKS["truncate_prompt_tokens"])  # -1 is vLLM's: all that fit
+        allow_number(-1, CHECKS["truncate_prompt_tokens"])  # -1 is vLLM's: all that fit
     )
     logit_bias: Mapping[str, float] | None = parameter(BIAS)
     stop: str | list[str] | None = parameter(STOP)
@@ -338,7 +339,7 @@ class CompletionBody(GenerationBody):
     default_limit: ClassVar[int] = 16
 
     prompt: Any = parameter(PROMPTS)
-    max_tokens: int | None = parameter(_allow_number(-1, _allow_number(0, LIMIT)))
+    max_tokens: int | None = parameter(allow_number(-1, allow_number(0, LIMIT)))
     echo: bool | None = parameter(BOOL)
     logprobs: int | None = parameter(TOP)
 

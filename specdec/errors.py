@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class SpecDecError(Exception):
@@ -54,11 +54,25 @@ class UsageError(SpecDecError):
     """Error of a command line or recipe; exit status 2."""
 
 
+class ExcessLength(NamedTuple):
+    """Numbers of tokens of a prompt that is too long, alone or with its output.
+
+    max_prompt_tokens: of the longest prompt that leaves room for a token of output.
+    max_tokens: of prompt and output together.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_prompt_tokens: int
+    max_tokens: int
+
+
 class PromptError(SpecDecError):
     """Error of one prompt or its settings; other prompts are not affected.
 
     field: the field of `Prompt` with the fault, None for no single field. reason: the fault of its
-    value, a sentence without its subject.
+    value, a sentence without its subject. excess: the numbers of a prompt that is too long, None
+    for another fault.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class PromptError(SpecDecError):
         fault = next((p for p in self.problems if isinstance(p, FieldProblem)), None)
         self.field = field if fault is None else fault.field
         self.reason = None if fault is None else fault.reason
+        self.excess = None if fault is None else fault.excess
 
 
 class FieldProblem(tuple[str, str]):
@@ -76,14 +91,18 @@ class FieldProblem(tuple[str, str]):
 
     field: str
     reason: str | None
+    excess: ExcessLength | None
 
-    def __new__(cls, fact: str, remedy: str, field: str, reason: str | None = None) -> FieldProblem:
+    def __new__(
+        cls, fact: str, remedy: str, field: str, reason: str | None = None,
+        excess: ExcessLength | None = None,
+    ) -> FieldProblem:  # fmt: skip
         fault = super().__new__(cls, (fact, remedy))
-        fault.field, fault.reason = field, reason
+        fault.field, fault.reason, fault.excess = field, reason, excess
         return fault
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self.field, self.reason)
+        return (*self, self.field, self.reason, self.excess)
 
 
 class EngineBusyError(SpecDecError):

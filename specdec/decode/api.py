@@ -41,7 +41,7 @@ from specdec.files.session_files import SessionFolder
 from specdec.system import logs
 from specdec.text.call_formats import AUTO, NO_FORMATS, ChatFormats
 from specdec.text.call_probe import choose_formats
-from specdec.text.encoding import use_template
+from specdec.text.encoding import encode_prompt, use_template
 from specdec.text.grammar import GrammarCompiler
 from specdec.text.prompts import ONLY, Prompt
 from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
@@ -344,6 +344,11 @@ class Engine:
             request = dataclasses.replace(request, max_output_len=room)
             core.check_requests([request])
         return request
+
+    def encode(self, prompt: AnyPrompt) -> list[int]:
+        """Return the token ids of a prompt, however many; any thread may call this at any time."""
+        checked_prompt = fill_prompt(ONLY, prompt, Prompt())
+        return encode_prompt(checked_prompt, self._settings, self.tokenizer)[1]
 
     def stream(self, prompt: AnyPrompt | Request, **settings: Unpack[Settings]) -> Stream:
         """Continue a prompt step by step.

@@ -15,7 +15,7 @@ from specdec.decode.sampling import GREEDY, Sampler, SamplingParams
 from specdec.decode.shaping import make_shaper
 from specdec.engine.ranking import find_top
 from specdec.engine.transfers import to_device, to_host
-from specdec.errors import Problems
+from specdec.errors import ExcessLength, FieldProblem, Problems
 from specdec.model.bounds import MAX_SIZE
 from specdec.text.prompts import name_prompt
 from specdec.text.text_stream import PLAIN_FORM, TextForm, TextStream
@@ -404,19 +404,24 @@ def _add_length_problem(
     remedy = f", or {'build with' if is_built else 'give'} {' and '.join(build_flags)} or more"
     if total > max_positions:
         remedy = f": the model takes {max_positions} tokens at most, prompt and output together"
+    excess = ExcessLength(
+        length, request.max_output_len, min(max_input_len, max_seq_len - 1), max_seq_len
+    )
     if length > max_input_len:
-        problems.add(
+        fault = FieldProblem(
             f"{request.name} has {length} tokens, the engine's max_input_len is {max_input_len}",
             f"shorten it{remedy}",
-            "text",
-        )
+            "text", excess=excess,
+        )  # fmt: skip
+        problems.append(fault)
     elif total > max_seq_len:
-        problems.add(
+        fault = FieldProblem(
             f"{request.name} has {length} tokens and asks for {request.max_output_len} more, the"
             f" engine's max_seq_len is {max_seq_len}",
             f"lower --max-output-len to {max_seq_len - length}{remedy}",
-            "max_output_len",
-        )
+            "max_output_len", excess=excess,
+        )  # fmt: skip
+        problems.append(fault)
 
 
 def _find_bans(request: Request, vocab_size: int) -> Problems:

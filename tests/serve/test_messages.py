@@ -227,7 +227,7 @@ CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name":
         ({"messages": [HISTORY]}, 400, "invalid_request_error",
          "messages.0.content.0.tool_use_id"),
         ({"messages": [*USER, CALL]}, 400, "invalid_request_error", "messages.1.content.0.input"),
-        ({"max_tokens": 9000}, 400, "invalid_request_error", "max_tokens: "),
+        ({"max_tokens": -2}, 400, "invalid_request_error", "max_tokens is -2"),
         ({"stop_sequences": "x"}, 400, "invalid_request_error", "stop_sequences"),
         ({"thinking": {"type": "maybe"}}, 400, "invalid_request_error", "thinking.type"),
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools.0.input_schema"),

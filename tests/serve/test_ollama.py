@@ -185,7 +185,7 @@ IMAGED = [{"role": "user", "content": "hi", "images": ["YWE="]}]
         ("/api/chat", {"think": 3}, 400, "think is 3"),
         ("/api/chat", {"options": {"temperature": -1}}, 400, "options.temperature is -1"),
         ("/api/chat", {"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
-        ("/api/chat", {"options": {"num_predict": 9000}}, 400, "options.num_predict: "),
+        ("/api/chat", {"options": {"num_predict": -3}}, 400, "options.num_predict is -3"),
         ("/api/chat", {"options": {"wrong": 1}}, 400, "unknown parameter 'options.wrong'"),
         ("/api/chat", {"model": "llama3"}, 404, "the model 'llama3' does not exist"),
         ("/api/show", {"model": "llama3"}, 404, "the model 'llama3' does not exist"),
