@@ -69,6 +69,8 @@ BODY_SECONDS = 60.0  # time limit for receiving a body
 # Memory of bodies that are being received, in bodies of the largest size.
 MAX_BODIES = 32
 LARGE_BODY = 64 * 1024
+UNTYPED_PREFIX = "/api/"  # of paths that take a body without its type
+BROWSER_HEADERS = ("origin", "sec-fetch-site")
 MAX_IGNORED = 100  # parameters without effect that are logged
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -391,13 +393,7 @@ class Endpoints:
 
     async def _receive(self, http: Request, content: bytearray) -> None:
         """Receive a JSON body within the limits of size and time."""
-        # A body without a content type may come from another site's page: browsers send such bodies
-        # without asking the server first.
-        content_type = http.headers.get("content-type", "").split(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise BadRequest(
-                f"Content-Type is {content_type[:100]!r}, not 'application/json'", status=415
-            )  # fmt: skip
+        _check_type(http)
         encoding = http.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
             raise BadRequest(f"Content-Encoding {encoding[:100]!r} is not taken", status=415)
@@ -413,6 +409,23 @@ class Endpoints:
                 raise too_large
             if self._num_body_bytes > MAX_BODIES * limit:
                 raise BadRequest("too many bodies are being sent; try again", status=429)
+
+
+def _check_type(http: Request) -> None:
+    """Raise BadRequest for a body that another site's page may have sent without being allowed to.
+
+    Browsers send bodies of some types, and of none, without asking the server first. With each they
+    send the page's Origin, which may be "null", and newer ones Sec-Fetch-Site. Some of Ollama's
+    clients, which are no browsers, send no type.
+    """
+    content_type = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    is_browser = any(name in http.headers for name in BROWSER_HEADERS)
+    if content_type == "application/json":
+        return
+    if is_browser or not http.scope["path"].startswith(UNTYPED_PREFIX):
+        raise BadRequest(
+            f"Content-Type is {content_type[:100]!r}, not 'application/json'", status=415
+        )  # fmt: skip
 
 
 class EventStream(StreamingResponse):

@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from specdec.errors import UsageError
+from specdec.serve import app
 from specdec.serve.access import AccessControl
 from specdec.serve.cors import Cors, read_origins
+from specdec.serve.protocol import BadRequest
 from specdec.serve.server import serve
 from specdec.serve.settings import ServeSettings
 
@@ -31,8 +33,8 @@ def ask(
     method: str, origin: str | None, *origins: str, key: str | None = None, **headers: str
 ) -> httpx.Response:
     """The answer of a server with these origins to a page."""
-    app = Starlette(routes=[Route("/v1/models", answer, methods=["GET", "POST"])])
-    gate = AccessControl(app, key, frozenset({"localhost"}), Cors(origins))
+    site = Starlette(routes=[Route("/v1/models", answer, methods=["GET", "POST"])])
+    gate = AccessControl(site, key, frozenset({"localhost"}), Cors(origins))
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     if origin is not None:
         sent["Origin"] = origin
@@ -122,3 +124,40 @@ def test_origins_that_are_taken() -> None:
 def test_a_wrong_origin_is_told_before_the_engine_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without a key"):
         serve(ServeSettings(engine_dir=tmp_path, cors_origin=["*"]))
+
+
+# Bodies that a browser sends for another site's page without a preflight request: a form, `fetch`
+# with mode no-cors, sendBeacon; of a sandboxed frame or a file the origin is null.
+SENT_BY_BROWSERS: list[dict[str, str]] = [
+    {"origin": OTHER, "content-type": "text/plain;charset=UTF-8", "sec-fetch-site": "cross-site"},
+    {"origin": OTHER, "content-type": "application/x-www-form-urlencoded"},
+    {"origin": OTHER, "content-type": "multipart/form-data; boundary=x"},
+    {"origin": OTHER},
+    {"origin": "null", "content-type": "text/plain"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site", "content-type": "text/plain"},
+]
+
+
+def check_type(path: str, headers: dict[str, str], host: str = "localhost:8000") -> None:
+    """Check the body's type of a request for a path."""
+    pairs = [(name.encode(), value.encode()) for name, value in {"host": host, **headers}.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "query_string": b""}
+    app._check_type(Request(scope))
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/show", "/v1/chat/completions"])
+@pytest.mark.parametrize("headers", SENT_BY_BROWSERS)
+def test_no_page_sends_a_body_without_asking_first(path: str, headers: dict[str, str]) -> None:
+    with pytest.raises(BadRequest, match="not 'application/json'"):
+        check_type(path, headers)
+    # A browser sends this one after a preflight request alone, which names the origin.
+    check_type(path, {**headers, "content-type": "application/json"})
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_ollamas_clients_that_are_no_browsers_need_no_type(headers: dict[str, str]) -> None:
+    check_type("/api/chat", headers)
+    for host in ("localhost:8000", "localhost:80/api/"):
+        with pytest.raises(BadRequest, match="not 'application/json'"):
+            check_type("/v1/chat/completions", headers, host)

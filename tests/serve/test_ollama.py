@@ -241,3 +241,11 @@ def test_each_protocol_controls_speculation(url: str, path: str, body: dict[str,
     message = error if isinstance(error, str) else error["message"]
     assert "speculation" in (error.get("param", message) if isinstance(error, dict) else message)
     assert "'eagle', and this engine drafts by redrafter" in message
+
+
+def test_a_body_needs_no_content_type(url: str) -> None:
+    content = json.dumps({"prompt": "a", "raw": True, "stream": False, "num_predict": 1})
+    assert CLIENT.post(f"{url}/api/generate", content=content.encode()).status_code == 200
+    headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    answer = CLIENT.post(f"{url}/api/generate", content=content.encode(), headers=headers)
+    assert answer.status_code == 415
