@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .call_arguments import read_argument
+from .call_arguments import may_be_arguments, read_argument
 from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
 
 T = TypeVar("T")
@@ -217,17 +217,47 @@ class Parser:
 
         Where the format has no marker, the call may be marked as a block of code.
         """
-        position = start = yield from self._skip(self._position)
-        fence = "```json" if form.is_bare and (yield from self._has(position, "```json")) else ""
-        position = yield from self._skip(position + len(fence))
+        start = yield from self._skip(self._position)
+        end = yield from self._read_unmarked(form, start)
+        if end is not None:
+            self._position = end
+        elif self._is_cut and self._has_run_out and start < len(self._text):
+            self._position = len(self._text)
+
+    def _read_unmarked(self, form: ToolFormat, start: int) -> Reading[int | None]:
+        """Read calls without a marker; return their end, None where no such call stands there."""
+        if self._needs_marker and not (yield from self._is_opened(form, start)):
+            return None
+        fence = "```json" if form.is_bare and (yield from self._has(start, "```json")) else ""
+        position = yield from self._skip(start + len(fence))
         if form.begin and (yield from self._has(position, form.begin)):
-            return
+            return None
         end = yield from self._read_written(form, position, is_bare=True)
-        if end is None:
-            if self._is_cut and self._has_run_out and start < len(self._text):
-                self._position = len(self._text)
-            return
-        self._position = yield from self._read_end("```" if fence else form.end, end)
+        return (
+            end if end is None else (yield from self._read_end("```" if fence else form.end, end))
+        )
+
+    def _is_opened(self, form: ToolFormat, position: int) -> Reading[bool]:
+        """Return whether a call stands at a position as a grammar writes it, letter by letter.
+
+        Other JSON there is structured output, also where it looks like a call. Without a text
+        before a call, the arguments' first key has to be one of the tool's.
+        """
+        openings = {form.prefix + form.open(name): name for name in self._schemas}
+        while True:
+            text = self._text[position:]
+            opening = next((opening for opening in openings if text.startswith(opening)), None)
+            if opening is not None:
+                schema, arguments = self._schemas[openings[opening]], text[len(opening) :]
+                is_certain = True if form.prefix else may_be_arguments(arguments, schema)
+                if is_certain is not None or self._is_over:
+                    return is_certain is not False
+            elif not any(opening.startswith(text) for opening in openings):
+                return False
+            elif self._is_over:
+                self._has_run_out = True
+                return False
+            yield
 
     def _read_end(self, word: str, position: int) -> Reading[int]:
         """Return the end of a word that may stand after a call, whole or cut by the text's end."""

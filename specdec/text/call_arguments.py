@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,12 @@ from specdec.text.schemas import find_target
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 MAX_LITERAL = 10_000  # characters of a value that Python is asked to read
+# Keywords of a schema that allow keys which its properties do not name.
+KEY_KEYWORDS = frozenset((
+    "$ref", "allOf", "anyOf", "oneOf", "enum", "const", "patternProperties", "if",
+))  # fmt: skip
+_FIRST_KEY = re.compile(r'\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|(\}))')
+_KEY_BEGINNING = re.compile(r'\s*(?:\{\s*(?:"(?:[^"\\]|\\.)*\\?)?)?')
 TEXT_KEYWORDS = frozenset(("pattern", "minLength", "maxLength", "format"))
 
 
@@ -27,6 +34,22 @@ def read_argument(text: str, name: str, schema: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # a number that JSON cannot write
         return json.dumps(text, ensure_ascii=False)
+
+
+def may_be_arguments(text: str, schema: Mapping[str, Any]) -> bool | None:
+    """Return whether a text begins with arguments of a tool by their first key; None: not yet.
+
+    schema: of the arguments. Grammars write its properties in their order, required ones first.
+    """
+    match = _FIRST_KEY.match(text)
+    if match is None:
+        return None if _KEY_BEGINNING.fullmatch(text) else False
+    required_keys = schema.get("required") or ()
+    if match[2]:
+        return not required_keys
+    names = {*(schema.get("properties") or ()), *required_keys}
+    is_closed = bool(required_keys) or schema.get("additionalProperties") is False
+    return not is_closed or bool(KEY_KEYWORDS & schema.keys()) or match[1] in names
 
 
 def _choose_value(text: str, schema: Any, reader: SchemaReader) -> Any:

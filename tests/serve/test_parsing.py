@@ -74,7 +74,8 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 def parse(pieces: Any, **given: Any) -> tuple[str, str, list[tuple[str, str]]]:
     """The parts that a stream's deltas add up to; they are those that the parser keeps."""
     is_cut = given.pop("is_cut", False)
-    parser = Parser(given.pop("tools"), given.pop("reasoning", None), schemas=SCHEMAS, **given)
+    given = {"schemas": SCHEMAS, **given}
+    parser = Parser(given.pop("tools"), given.pop("reasoning", None), **given)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     deltas += parser.finish(is_cut=is_cut)
     content = "".join(delta.get("content", "") for delta in deltas)
@@ -141,6 +142,40 @@ def test_calls_without_their_opening(
     has_opening = "<tool_call>" in text or "]get.time" in text
     marked = parse([text], tools=TOOL_FORMATS[name], needs_marker=True)
     assert marked[2] == [G] * has_opening
+
+
+OPENED_JSON = '[{"name": "f", "arguments": {"a": 1}}]'
+OPENED_LLAMA = '{"name": "f", "parameters": {"a": 1}}'
+# Answers beside a grammar: calls as it writes them, and structured output that looks like a call.
+STRICT_SCHEMAS = {"f": {**SCHEMAS["f"], "required": ["a"], "additionalProperties": False}, "g": {}}
+STRUCTURED: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("json", OPENED_JSON, [F]),
+    ("json", OPENED_JSON[:-1] + f", {OPENED_JSON[1:]}", [F, F]),
+    ("json", OPENED_JSON[1:-1], []),
+    ("json", OPENED_JSON.replace(", ", ","), []),
+    ("json", "```json\n" + OPENED_JSON + "```", []),
+    ("json", '{"name": "f", "arguments": {"a": 1}}', []),
+    ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', []),
+    ("json", '[{"name": "h", "arguments": {}}]', []),
+    ("llama3_json", OPENED_LLAMA, [F]),
+    ("llama3_json", f"{OPENED_LLAMA}; {OPENED_LLAMA}", [F, F]),
+    ("llama3_json", OPENED_LLAMA.replace("parameters", "arguments"), []),
+    ("llama3_json", '{"name": "f", "parameters": {}}', []),
+    ("llama3_json", '{"name": "f", "parameters": {"width": 3}}', []),
+    ("llama3_json", '{"name": "f", "parameters": "a"}', []),
+    ("llama3_json", '{"name": "g", "parameters": {}}', [("g", "{}")]),
+    ("llama3_json", '{"name": "ff", "parameters": {"a": 1}}', []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), STRUCTURED)
+def test_structured_output_is_no_call(name: str, text: str, calls: list[tuple[str, str]]) -> None:
+    content = "" if calls else text
+    for pieces in split_everywhere(text):
+        parts = parse(
+            pieces, tools=TOOL_FORMATS[name], needs_marker=True, schemas=STRICT_SCHEMAS
+        )  # fmt: skip
+        assert parts == (content, "", calls), pieces
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), [*WRITTEN, *UNOPENED])
