@@ -38,6 +38,8 @@ TEMPLATES = {
 }
 # Keys of a config.json for the tokens in whose places images, videos and sounds are put.
 IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+# Texts, comments and regular expressions of a Lark grammar; or, in the group, a token's name.
+_LARK_PIECE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s\[\]]+>)')
 # Arguments of apply_chat_template besides the template's own variables.
 RESERVED = frozenset((
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -336,6 +338,25 @@ class SpecialNames:
         copy, numbers = self._renamed
         found_ids = copy.encode(marked_text, add_special_tokens=add_special_tokens).ids
         return [numbers.get(token, token) for token in found_ids]
+
+    def rename(self) -> str | None:
+        """Return the JSON of the tokenizer to which names are text; None where ids would differ.
+
+        Its special tokens have marks as names, and their own ids.
+        """
+        if self._backend is None:
+            return None
+        copy, numbers = self._renamed
+        return None if numbers else str(copy.to_str())
+
+    def write_ids(self, lark: str) -> str:
+        """Return a Lark grammar with ids in place of the names that stand there for tokens."""
+
+        def write(match: re.Match[str]) -> str:
+            is_token = match[1] in self._ids
+            return f"<[{self._ids[match[1]]}]>" if is_token else match[0]
+
+        return _LARK_PIECE.sub(write, lark)
 
     @functools.cached_property
     def _renamed(self) -> tuple[Any, dict[int, int]]:

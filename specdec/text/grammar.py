@@ -21,6 +21,7 @@ from specdec.engine.transfers import to_device
 from specdec.engine.tree import BoolArray, Tree
 from specdec.errors import SpecDecError, cut_middle, name_extra, shorten
 from specdec.system import logs
+from specdec.text.encoding import SpecialNames, find_names
 from specdec.text.schemas import describe_faults, fit_schema
 
 logger = logs.get_logger(__name__)
@@ -126,8 +127,16 @@ class GrammarCompiler:
         import llguidance.hf
 
         self._guidance, self._end_ids = llguidance, sorted(end_ids)
+        self._names: SpecialNames | None = find_names(tokenizer)
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=self._end_ids)
+            # A text that a grammar forces may have the name of a special token, which would be
+            # that token to the tokenizer, and no text of the grammar.
+            renamed_tokenizer = self._names.rename()
+            if renamed_tokenizer is not None:
+                self._tokenizer = llguidance.LLTokenizer(renamed_tokenizer, eos_token=self._end_ids)
+            else:
+                self._names = None
+                self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=self._end_ids)
         except Exception as error:  # noqa: BLE001 - of a tokenizer it does not know it raises any
             raise SpecDecError(
                 f"llguidance cannot use this tokenizer: {error}", "leave structured output out"
@@ -149,7 +158,8 @@ class GrammarCompiler:
                 pattern = text if kind == "regex" else write_choice(text)
                 grammar = matcher_class.grammar_from_regex(pattern)
             else:
-                grammar = matcher_class.grammar_from_lark(text)
+                lark = text if self._names is None else self._names.write_ids(text)
+                grammar = matcher_class.grammar_from_lark(lark)
         except (TypeError, ValueError) as error:
             raise _refuse(kind, str(error)) from None
         # A mask of a grammar with many readings would otherwise take seconds, of everybody's step.

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from specdec import Engine, Prompt, SpecDecError
 from specdec.decode.accept import Candidates, accept_batch
 from specdec.decode.sampling import DRAFT, Sampler, SamplingParams
 from specdec.engine.tree import Tree, pack_beams
-from specdec.text.grammar import Grammar
+from specdec.text.grammar import Grammar, GrammarCompiler
 from specdec.text.schemas import fit_schema
 from tests.conftest import make_drafter, make_llama, make_tokenizer
 from tests.engines import call, make_engine
@@ -322,3 +323,37 @@ def test_grammars_that_are_wrong(folder: Path) -> None:
                 engine.prepare(Prompt(text="x", grammar=grammar))
         with pytest.raises(SpecDecError, match="both grammar and end_ids"):
             engine.prepare(Prompt(text="x", grammar={"regex": "a"}, end_ids=()))
+
+
+NAME, NAME_ID = "<filename>", 128
+QUOTED = f'"a{NAME}b"'
+NAMED: list[tuple[dict[str, Any], str, int]] = [
+    ({"choice": [f"a{NAME}b"]}, f"a{NAME}b", 0),
+    ({"json_schema": {"enum": [f"x{NAME}", f"x{NAME}y"]}}, f'"x{NAME}', 0),
+    ({"regex": f"{NAME}+"}, NAME, 0),
+    ({"lark": f"start: {QUOTED}"}, f"a{NAME}b", 0),
+    ({"lark": f"start: {QUOTED} {NAME} B // {NAME}\nB: /x{NAME}/"}, f"a{NAME}b{NAME}x{NAME}", 1),
+    ({"lark": f'start: "a" <[{NAME_ID}]>'}, f"a{NAME}", 1),
+]
+
+
+@pytest.mark.parametrize(("spec", "text", "num_special"), NAMED)
+def test_the_name_of_a_special_token_is_text(
+    tmp_path: Path, spec: dict[str, Any], text: str, num_special: int
+) -> None:
+    """It is that token where a Lark grammar names it outside of its texts."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": [NAME]})
+    assert tokenizer.convert_tokens_to_ids(NAME) == NAME_ID
+    output_ids: list[int] = []
+    root = Tree(np.array([0]), np.array([-1]), np.array([0]))
+    state = GrammarCompiler(tokenizer, [2]).compile(spec).follow(output_ids)
+    while len(output_ids) < 60:
+        logits = state.shape(root, torch.zeros(1, NAME_ID + 1))
+        token = int(logits[0].argmax())
+        assert not state.is_cut
+        if token == 2 or not math.isfinite(float(logits[0, token])):
+            break
+        output_ids.append(token)
+    assert tokenizer.decode(output_ids).startswith(text)
+    assert output_ids.count(NAME_ID) == num_special
