@@ -69,6 +69,7 @@ BODY_SECONDS = 60.0  # time limit for receiving a body
 # Memory of bodies that are being received, in bodies of the largest size.
 MAX_BODIES = 32
 LARGE_BODY = 64 * 1024
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")  # OpenAI's and Ollama's paths
 UNTYPED_PREFIX = "/api/"  # of paths that take a body without its type
 BROWSER_HEADERS = ("origin", "sec-fetch-site")
 MAX_IGNORED = 100  # parameters without effect that are logged
@@ -148,7 +149,7 @@ class Endpoints:
             Route("/api/tags", self._answer(self._card.list_models)),
             Route("/api/ps", self._answer(self._card.list_running)),
             Route("/api/version", self._answer(describe_version)),
-            Route("/v1/embeddings", self._refuse_embeddings, methods=["POST"]),
+            *(Route(path, self._refuse_embeddings, methods=["POST"]) for path in EMBEDDINGS),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),

@@ -104,7 +104,9 @@ def _list_entries(
     """Yield an object's parameters, and those in its `options`: path, name and value."""
     for name, value in document.items():
         full_name = f"{path}.{name[:100]}" if path else name[:100]
-        if name == "options" and issubclass(kind, Body) and kind.has_options and value is not None:
+        if name == "options" and issubclass(kind, Body) and kind.has_options:
+            if value is None:
+                continue
             if not isinstance(value, dict):
                 raise refuse(full_name, f"is {shorten(value)}, not an object")
             for key, option in value.items():

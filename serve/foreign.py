@@ -69,7 +69,7 @@ ROWS = (
         ("keep_alive", "5m"), ("num_ctx", 4096), ("num_keep", 4), ("num_batch", 512),
         ("num_gpu", 1), ("num_thread", 8), ("main_gpu", 0), ("numa", False), ("low_vram", False),
         ("f16_kv", True), ("logits_all", False), ("vocab_only", False), ("use_mmap", True),
-        ("use_mlock", False), ("embedding_only", False),
+        ("truncate", True), ("shift", True), ("use_mlock", False), ("embedding_only", False),
     )),
     *(Foreign(name, OPEN_WEBUI, example) for name, example in (
         ("chat_id", "c"), ("session_id", "s"),

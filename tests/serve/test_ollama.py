@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from specdec.serve.body_reading import read_body
+from specdec.serve.ollama import GenerateBody, OllamaChatBody
+from specdec.serve.schema import ChatBody
 from tests.serve.servers import CLIENT, MODEL, post, serve_here
 from tests.serve.test_responses import CALLED, THOUGHT
 from tests.serve.test_tools import ADD, CHAT
@@ -189,7 +192,8 @@ IMAGED = [{"role": "user", "content": "hi", "images": ["YWE="]}]
         ("/api/chat", {"options": {"wrong": 1}}, 400, "unknown parameter 'options.wrong'"),
         ("/api/chat", {"model": "llama3"}, 404, "the model 'llama3' does not exist"),
         ("/api/show", {"model": "llama3"}, 404, "the model 'llama3' does not exist"),
-        ("/api/embed", {"input": "x"}, 404, "there is no /api/embed"),
+        ("/api/embed", {"input": "x"}, 400, "the model 'toy' writes texts"),
+        ("/api/pull", {}, 404, "there is no /api/pull"),
     ],
 )
 def test_errors_have_ollamas_form(
@@ -241,6 +245,26 @@ def test_each_protocol_controls_speculation(url: str, path: str, body: dict[str,
     message = error if isinstance(error, str) else error["message"]
     assert "speculation" in (error.get("param", message) if isinstance(error, dict) else message)
     assert "'eagle', and this engine drafts by redrafter" in message
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_truncate_and_shift_have_no_effect(value: bool) -> None:
+    body = read_body(OllamaChatBody, {"messages": CHAT, "truncate": value, "shift": value})
+    assert body.list_ignored() == ["truncate", "shift"]
+
+
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings", "/v1/embeddings"])
+def test_there_are_no_embeddings(url: str, path: str) -> None:
+    answer = CLIENT.post(url + path, json={"model": MODEL, "input": "a", "prompt": "a"})
+    assert answer.status_code == 400
+    assert "it makes no embeddings" in answer.text
+
+
+@pytest.mark.parametrize("kind", [OllamaChatBody, GenerateBody, ChatBody])
+def test_options_that_are_null_are_none(kind: Any) -> None:
+    source = {"prompt": "a"} if kind is GenerateBody else {"messages": CHAT}
+    body = read_body(kind, {"options": None, **source})
+    assert body == read_body(kind, source)
 
 
 def test_a_body_needs_no_content_type(url: str) -> None:
