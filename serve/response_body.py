@@ -173,7 +173,7 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
         turns.append(("instructions", {"role": "system", "content": instructions}))
     if isinstance(items, str):
         return [*turns, ("input", {"role": "user", "content": items})]
-    thoughts: list[str] = []  # reasoning before the assistant's next message
+    thoughts: list[str] = []  # reasoning before the next item, if that is the assistant's
     for i, item in enumerate(items):
         path = f"input.{i}"
         item_type = item.get("type", "message" if "role" in item else None)
@@ -181,12 +181,16 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
             thoughts.append(_read_reasoning(item, path))
             continue
         message = _read_item(item, item_type, path)
-        if item_type in CALL_ITEMS and turns and turns[-1][1]["role"] == "assistant":
-            turns[-1][1].setdefault("tool_calls", []).extend(message["tool_calls"])
-            continue
+        last_message = turns[-1][1] if turns else {}
+        if item_type in CALL_ITEMS and last_message.get("role") == "assistant":
+            last_message.setdefault("tool_calls", []).extend(message["tool_calls"])
+            message = last_message
+        else:
+            turns.append((path, message))
         if thoughts and message["role"] == "assistant":
-            message["reasoning_content"], thoughts = "\n".join(thoughts), []
-        turns.append((path, message))
+            reasoning = message.get("reasoning_content")
+            message["reasoning_content"] = "\n".join([*filter(None, [reasoning]), *thoughts])
+        thoughts = []
     if not turns:
         raise refuse("input", "has no message")
     return turns

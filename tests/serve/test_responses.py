@@ -242,6 +242,35 @@ def test_items_become_messages() -> None:
     assert body.list_ignored() == ["store"]
 
 
+REASONING = [
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "rst"
+]
+USER, SAID = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+CALLED_F = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "o"}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected_thoughts"),
+    [
+        ([USER, REASONING[0], CALLED_F, RESULT, REASONING[1], SAID], [None, "r", None, "s"]),
+        ([USER, SAID, REASONING[0], CALLED_F, RESULT, SAID], [None, "r", None, None]),
+        ([USER, REASONING[0], SAID, REASONING[1], CALLED_F, RESULT], [None, "r\ns", None]),
+        ([USER, REASONING[0], CALLED_F, REASONING[1], CALLED_F | {"call_id": "2"}, RESULT, SAID],
+         [None, "r\ns", None, None]),
+        ([REASONING[0], REASONING[1], SAID, USER], ["r\ns", None]),
+        ([USER, REASONING[0], USER, SAID], [None, None, None]),
+        ([USER, CALLED_F, REASONING[0], RESULT, SAID], [None, None, None, None]),
+    ],
+)  # fmt: skip
+def test_reasoning_stays_with_the_turn_after_it(
+    items: list[dict[str, Any]], expected_thoughts: list[str | None]
+) -> None:
+    turns = read_body(ResponseBody, {"input": items}).list_turns()
+    thoughts = [message.get("reasoning_content") for _, message in turns]
+    assert thoughts == expected_thoughts
+
+
 def test_items_of_tools_that_the_clients_host_runs_are_calls_and_results() -> None:
     """As a conversation has them that another model began."""
     action = {"type": "exec", "command": ["ls"]}
