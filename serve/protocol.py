@@ -19,6 +19,7 @@ EVENTS = "specdec.events"  # key of a request's scope: whether its answer is a s
 EVENT_STREAM = "text/event-stream"
 # Wait after a probe that shows whether a client that sends no more has left.
 PROBE_SECONDS = 0.01
+LAST_BODY_SECONDS = 1.0  # time limit for the rest of a body when the server ends
 STALL_SECONDS = 60.0  # after which a client that reads nothing of its answer is dropped
 
 
@@ -125,7 +126,21 @@ class Connection(H11Protocol):
             return
         status = HTTPStatus(getattr(sys.exc_info()[1], "error_status_hint", 400))
         messages = {400: "this is not a valid HTTP request", 431: "the headers are too large"}
-        error = BadRequest(messages.get(status, status.phrase), status=status)
+        self._answer_error(messages.get(status, status.phrase), status)
+
+    def shutdown(self) -> None:
+        """End the connection after its answer; a body that does not come soon gets none."""
+        super().shutdown()
+        if self._is_receiving:
+            self.loop.call_later(LAST_BODY_SECONDS, self._end_body)
+
+    def _end_body(self) -> None:
+        if self._is_receiving and not self.transport.is_closing():
+            self._answer_error("the server is about to end", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _answer_error(self, message: str, status: HTTPStatus) -> None:
+        """Answer to a request that is not whole, and end the connection."""
+        error = BadRequest(message, status=status)
         answer = JSONResponse(describe_error(error), status)
         headers = [*answer.raw_headers, (b"connection", b"close")]
         for event in (
@@ -141,6 +156,11 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_receiving(self) -> bool:
+        is_open = self._is_answering and not self.cycle.response_started
+        return is_open and self.conn.their_state is h11.SEND_BODY
 
     def _end_in(self, seconds: float | None) -> None:
         """Set the seconds after which the connection ends; None cancels that end."""

@@ -97,6 +97,26 @@ def test_a_signal_lets_requests_end_and_a_second_does_not(folder: Path) -> None:
     assert "Traceback" not in process.stderr.read()
 
 
+def test_half_a_body_does_not_keep_a_server_from_ending(folder: Path) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        with serve_here(folder) as (running, url):
+            address = httpx.URL(url).host, httpx.URL(url).port
+            halves = [stack.enter_context(socket.create_connection(address)) for _ in range(2)]
+            for connection, length in zip(halves, (b"999", b"16"), strict=True):
+                connection.sendall(head + b'Content-Length: %s\r\n\r\n{"prompt": ' % length)
+                connection.settimeout(30)
+            wait_until(lambda: len(running._http.server_state.tasks) == 2)
+            started = time.monotonic()
+            running._http.should_exit = True
+            halves[1].sendall(b'"ab"}')  # the rest comes in time
+            answers = [connection.makefile("rb").read() for connection in halves]
+        assert time.monotonic() - started < 20
+    assert answers[0].startswith(b"HTTP/1.1 503 ")
+    assert b"the server is about to end" in answers[0]
+    assert answers[1].startswith(b"HTTP/1.1 200 ")
+
+
 def test_signals_while_a_server_ends_change_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
