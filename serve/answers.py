@@ -119,6 +119,9 @@ class Choice(Job):
                 break
             if event.finish_reason == "stop" and token.start >= length:
                 break  # after a stop word; an end token has no text, and belongs to the answer
+            is_textless = token.start == token.end  # as the first bytes of a character are
+            if event.finish_reason is None and is_textless and token.end >= length:
+                break  # a stop word may begin with that character
             self.tokens.append(self._pending.pop(0))
 
     def take_deltas(self) -> list[Delta]:

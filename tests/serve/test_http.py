@@ -241,18 +241,39 @@ def test_half_characters_wait_and_tokens_are_bytes(folder: Path) -> None:
     request: Any = SimpleNamespace(num_logprobs=0, input_text="")
     choice = Choice(0, request)
     shown, counts = [], []
-    for token, (text, end) in enumerate([("a", 1), ("", 1), ("€", 2), ("", 2)]):
+    for token, (text, end) in enumerate([("a", 1), ("", 1), ("€", 2), (" b", 4)]):
         told = [TokenLogprob(-1.0, [])]
         choice.add(
             Event(text=text, token_ids=[token], origins=["plain"], ends=[end], logprobs=told)
         )
         shown.append(choice.text)
         counts.append(len(choice.tokens))
-    assert shown == ["a", "a", "a€", "a€"]
-    assert counts == [1, 2, 3, 4]
+    assert shown == ["a", "a", "a€", "a€ b"]
+    assert counts == [1, 1, 3, 4], "a stop word may yet begin with the character"
     answer = CompletionAnswer(CompletionBody(prompt="", logprobs=0), MODEL, [choice], table)
     details = answer._describe_tokens(choice.tokens, [])
     assert details["logprobs"]["tokens"] == names
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 4])
+def test_nothing_stays_of_a_stop_word_that_begins_inside_of_a_character(num_events: int) -> None:
+    """Of "€." after "a": however many tokens come at once, and though "€" was held back."""
+    request: Any = SimpleNamespace(num_logprobs=0, input_text="")
+    choice = Choice(0, request)
+    events = [("a", 1, None), ("", 1, None), ("", 2, None), ("", 1, "stop")]
+    size = len(events) // num_events
+    for start in range(0, len(events), size):
+        texts, ends, reasons = zip(*events[start : start + size], strict=True)
+        number = len(texts)
+        choice.add(
+            Event(
+                text="".join(texts), token_ids=list(range(start, start + number)), ends=list(ends),
+                origins=["plain"] * number, logprobs=[TokenLogprob(-1.0, [])] * number,
+                finish_reason=reasons[-1],
+            )
+        )  # fmt: skip
+        assert len(choice.tokens) <= 1
+    assert (choice.text, [token.id for token in choice.tokens]) == ("a", [0])
 
 
 def test_the_small_endpoints(url: str, expected: Any) -> None:
