@@ -33,7 +33,7 @@ def read_messages(body: ConversationBody) -> tuple[list[Message], list[str]]:
         if not FULL_TEXT[0](role):
             reason = f"is {shorten(role)}, not a text" if "role" in message else "is missing"
             raise refuse(f"{path}.role", reason)
-        content = message.get("content")
+        content = _take_content(message, fields)
         if content is None and not fields:
             raise refuse(f"{path}.content", "is missing")
         text, ignored_keys = _read_text(content, f"{path}.content")
@@ -47,14 +47,28 @@ def read_messages(body: ConversationBody) -> tuple[list[Message], list[str]]:
     return messages, ignored
 
 
+def _take_content(message: Message, fields: Message) -> Any:
+    """Return a message's content; that of an assistant may be a refusal, taken from the fields."""
+    content = message.get("content")
+    is_refusal = message["role"] == "assistant" and is_text(fields.get("refusal"))
+    return fields.pop("refusal") if content is None and is_refusal else content
+
+
 def _read_text(content: Any, path: str) -> tuple[str | None, list[str]]:
     """Return a content's text, which may come as a list of texts, and its keys that are ignored."""
     if content is None or isinstance(content, str):
         return content, []
     if not isinstance(content, list):
         raise _refuse_content(content, path)
+    content = [_read_refusal(block) for block in content]
     ignored = _check_texts(content, path)
     return join_parts(content), ignored
+
+
+def _read_refusal(block: Any) -> Any:
+    """Return a part of a content, which is a text where it is a refusal."""
+    is_refusal = isinstance(block, dict) and block.get("type") == "refusal"
+    return {"type": "text", "text": block.get("refusal")} if is_refusal else block
 
 
 def _check_texts(content: list[Any], path: str) -> list[str]:

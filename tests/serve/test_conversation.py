@@ -33,10 +33,24 @@ def test_contents_are_texts() -> None:
     assert ignored == ["messages.content.cache"]
 
 
+def test_a_refusal_is_the_assistants_text() -> None:
+    """As OpenAI's SDK gives an answer back."""
+    part = {"type": "refusal", "refusal": "I cannot."}
+    messages, ignored = read(
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [part]},
+        {"role": "assistant", "content": "a", "refusal": None},
+    )
+    said = [{"role": "assistant", "content": text} for text in ("No.", "I cannot.", "a")]
+    assert (messages, ignored) == (said, [])
+
+
 @pytest.mark.parametrize(
     ("message", "fact"),
     [
         ({"content": "a"}, "messages.1.role is missing"),
+        ({"role": "assistant", "content": None, "refusal": None}, "messages.1.content is missing"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": 3}]}, "messages.1.content is"),
         ({"role": 3, "content": "a"}, "messages.1.role is 3, not a text"),
         ({"role": "user"}, "messages.1.content is missing"),
         ({"role": "user", "content": None, "name": None}, "messages.1.content is missing"),
