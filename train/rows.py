@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from specdec.errors import SpecDecError, count, summarize
 from specdec.system.logs import get_logger
-from specdec.text.chat import ROLES, ChatFormat, Conversation, SeamError, mask_tokens
+from specdec.text.chat import (
+    ROLES,
+    ChatFormat,
+    Conversation,
+    SeamError,
+    is_answer_cut,
+    mask_tokens,
+)
 from specdec.text.documents import PromptedText, name_line, parse_object, read_document, read_lines
 from specdec.text.learning_marks import is_row_learned
 
@@ -251,7 +258,7 @@ def _add_line(builder: RowBuilder, line: bytes, *, is_text: bool) -> None:
     if not is_row_learned(row, ROLES):
         builder.num_unlearned_rows += 1
         return
-    is_cut = row.get("truncated") is True
+    is_cut = is_answer_cut(row)
     if isinstance(document, PromptedText):
         builder.add_prompted(document, is_cut=is_cut)
     elif isinstance(document, str):

@@ -133,7 +133,7 @@ def parse_conversation(row: dict[str, Any]) -> Conversation:
         [message for message, _ in pairs],
         _parse_options(row),
         frozenset(i for i, (_, is_learned) in enumerate(pairs) if not is_learned),
-        _is_cut(row, turns),
+        is_answer_cut(row, turns),
     )
 
 
@@ -155,7 +155,7 @@ def _parse_system(row: dict[str, Any]) -> str | None:
     return system
 
 
-def _is_cut(row: dict[str, Any], turns: list[Any]) -> bool:
+def is_answer_cut(row: dict[str, Any], turns: Sequence[Any] = ()) -> bool:
     """Return whether a row or its last turn says that the last answer met a limit of tokens."""
     last_turn = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     return any(
@@ -551,8 +551,15 @@ def _is_filled(name: str, value: object) -> bool:
 
 
 def mask_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Mask:
-    """Return for each token, by its characters, whether it starts within one of the spans."""
+    """Return for each token, by its characters, whether it starts within one of the spans.
+
+    A tokenizer that trims its offsets (GPT-NeoX's) puts a token of spaces, without width, at the
+    next character: it starts where the token before it ends. Tokens that a tokenizer adds to the
+    text have no width there, and start in no span.
+    """
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    earlier_ends = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
+    starts = np.where(ends > starts, starts, earlier_ends)
     mask = np.zeros(len(starts), bool)
     for begin, finish in spans:
         mask |= (starts >= begin) & (starts < finish)

@@ -230,11 +230,11 @@ def test_the_hint_of_a_row_of_another_form_leads_on(
     assert hint in error.value.hint
 
 
-def test_the_cut_of_a_text_is_no_end(write: Any, tokenizer: Any) -> None:
-    texts = [{"text": "a b c"}, {"text": "d e", "truncated": True}, {"text": "f"}]
+@pytest.mark.parametrize("cut", [{"truncated": True}, {"finish_reason": "length"}])
+def test_the_cut_of_a_text_is_no_end(write: Any, tokenizer: Any, cut: dict[str, Any]) -> None:
+    texts = [{"text": "a b c", "finish_reason": "stop"}, {"text": "d e"} | cut, {"text": "f"}]
     rows, _ = read_rows(write(*texts), tokenizer, 99)
     assert get_labels(rows, tokenizer) == ["<eos>a b c<eos>d ef<eos>"]
     assert tokenizer.decode(get_rows(rows)[0]) == "<eos>a b c<eos>d e<eos>f<eos>"
-    rows, _ = read_rows(write({"prompt": "a b", "completion": " c", "truncated": True}),
-                        tokenizer, 99)  # fmt: skip
+    rows, _ = read_rows(write({"prompt": "a b", "completion": " c"} | cut), tokenizer, 99)
     assert get_labels(rows, tokenizer) == [" c"]

@@ -417,3 +417,28 @@ def test_batches_are_padded_at_the_end_without_labels(write: Any, tokenizer: Any
 def test_tokens_are_marked_by_where_they_start() -> None:
     offsets = [(0, 2), (2, 5), (5, 5), (5, 8), (8, 9)]
     assert chat.mask_tokens(offsets, [(2, 4), (7, 9)]).tolist() == [False, True, False, False, True]
+    # Without width: a token that the tokenizer added, then spaces before and within a span.
+    trimmed = [(0, 0), (0, 2), (4, 4), (4, 5), (7, 7), (7, 8), (9, 9), (0, 0)]
+    assert chat.mask_tokens(trimmed, [(4, 9)]).tolist() == [
+        False, False, False, True, True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_spaces_are_labels_with_trimmed_offsets(write: Any) -> None:
+    """GPT-NeoX's tokenizers leave the spaces out of their tokens' offsets."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    answer = "\n    if x:\n        return  x\n\n    return   1\n"
+    path = write(
+        {"messages": [{"role": "user", "content": "f"}, {"role": "assistant", "content": answer}]}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples/pycode/target")
+    expected, _ = read_rows(path, tokenizer, 256)
+    trimming = processors.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
+    tokenizer.backend_tokenizer.post_processor = trimming
+    encoded = tokenizer(answer, return_offsets_mapping=True)["offset_mapping"]
+    assert any(start == end for start, end in encoded)
+    rows, _ = read_rows(path, tokenizer, 256)
+    assert rows.tokens.tolist() == expected.tokens.tolist()
+    assert rows.mask.tolist() == expected.mask.tolist()
