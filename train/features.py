@@ -52,6 +52,12 @@ class OutputHead:
             logits = logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
+    def choose_tokens(self, hidden: Tensor) -> Tensor:
+        """Return the most probable tokens [N] of states [N, D], without a gradient."""
+        with torch.no_grad():
+            chunks = torch.split(hidden, choose_chunk(hidden.device, len(self.weight)))
+            return torch.cat([self.compute_logits(chunk).argmax(1) for chunk in chunks])
+
     @functools.cached_property
     def joint_weight(self) -> Tensor:
         """Weight with the bias as one more column: [V, D], or [V, D + 1] with a bias."""

@@ -18,15 +18,16 @@ from .features import OutputHead, choose_chunk
 from .loss_table import LOSSES, compute_acceptance
 
 NOT_MEASURED = -1  # rank of a label without measurement
+UNDRAFTABLE = torch.iinfo(torch.int64).max  # rank of a label outside of the draft vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
     """Distribution of the target at the labels; share: its weight in the loss, 0 to 1.
 
-    With a share of 1 the text's labels do not count: accuracies then count guesses of the target's
-    most probable tokens. loss: a name of LOSSES. draft_tokens: [V], those that can be drafted; None
-    for all. normalizers: [N], of `Features`, where only some can be drafted.
+    With a share of 1 the text's labels do not count: ranks are then of the target's most probable
+    tokens among those that can be drafted. loss: a name of LOSSES. draft_tokens: [V], those that
+    can be drafted; None for all. normalizers: [N], of `Features`, where only some can be drafted.
     """
 
     hidden: Tensor  # [N, D] the target's states

@@ -15,7 +15,7 @@ from specdec.train import features as features_module
 from specdec.train import settings as settings_module
 from specdec.train.depth_weights import MEASURED_WEIGHTINGS, SMOOTHING, weigh_depths
 from specdec.train.features import OutputHead
-from specdec.train.loss import Teacher, compute_loss, measure_acceptances
+from specdec.train.loss import Measures, Teacher, compute_loss, measure_acceptances
 from specdec.train.loss_table import LOSSES, compute_acceptance
 from specdec.train.methods.base import TrainableDrafter
 from specdec.train.methods.eagle_parts.nets import Eagle3
@@ -140,13 +140,23 @@ def test_the_chunked_loss_and_its_gradients(
 
 
 def measure_slowly(drafter: TrainableDrafter, head: OutputHead, guess: Any) -> Tensor:
-    """Return how probably the tokens of one depth are accepted."""
+    """Return how probably the tokens of one depth are accepted; for D-PACE, are drafted."""
     x, labels, input_ = guess
     matrices = [m for m in (input_.weight, input_.second_weight) if m is not None]
     logits = input_.x @ torch.cat(matrices, 1).T
-    if not drafter.teacher_share:
-        return logits.softmax(1).gather(1, labels.tokens[:, None])[:, 0]
     probabilities = head.compute_logits(labels.hidden).softmax(1)
+    if drafter.depth_weighting == "dpace" or not drafter.teacher_share:
+        tokens = probabilities.argmax(1) if drafter.teacher_share == 1 else labels.tokens
+        drafted = (
+            list(range(logits.shape[1]))
+            if input_.draft_tokens is None
+            else input_.draft_tokens.tolist()
+        )
+        shares = logits.softmax(1)
+        return torch.stack([
+            shares[i, drafted.index(token)] if token in drafted else torch.zeros(())
+            for i, token in enumerate(tokens.tolist())
+        ])  # fmt: skip
     if input_.draft_tokens is not None:
         probabilities = probabilities[:, input_.draft_tokens]
     return torch.minimum(logits.softmax(1), probabilities).sum(1)
@@ -229,13 +239,8 @@ def test_a_step_is_one_for_any_division_into_batches(name: str, weighting: str) 
 
 @pytest.mark.parametrize("name", ["tv", "lk", "lk_hybrid", "ce_l1"])
 def test_a_drafter_of_a_short_vocabulary_learns_what_is_accepted(name: str) -> None:
-    """The target's probabilities are of its whole vocabulary, also where D-PACE measures."""
-    params = Eagle3Params(
-        aux_layers=tuple(range(drafters.NUM_AUXILIARY)), draft_vocab_size=len(DRAFT_TOKENS),
-        norm_before_residual=False,
-    )  # fmt: skip
-    recipe = drafters.make_recipe(self_distillation=1.0, loss=name, depth_weighting="uniform")
-    drafter = Eagle3(recipe, drafters.MODEL, drafters.make_head(), params, DRAFT_TOKENS)
+    """The target's probabilities are of its whole vocabulary, also where `reach` measures."""
+    drafter = make_short_drafter(loss=name, depth_weighting="uniform")
     features, mask = drafters.make_batch()
     num_labels = drafter.count_labels(mask)
     loss, _ = drafter(features, mask, num_labels, True)
@@ -247,6 +252,44 @@ def test_a_drafter_of_a_short_vocabulary_learns_what_is_accepted(name: str) -> N
         found = drafter.measure_position(features, step, x, labels)
         torch.testing.assert_close(found, compute_acceptance(logits, target).detach())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def make_short_drafter(**options: Any) -> Eagle3:
+    params = Eagle3Params(
+        aux_layers=tuple(range(drafters.NUM_AUXILIARY)), draft_vocab_size=len(DRAFT_TOKENS),
+        norm_before_residual=False,
+    )  # fmt: skip
+    recipe = drafters.make_recipe(self_distillation=1.0, **options)
+    return Eagle3(recipe, drafters.MODEL, drafters.make_head(), params, DRAFT_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["kl", "tv"])
+def test_choices_outside_of_a_short_vocabulary_are_missed(name: str) -> None:
+    drafter = make_short_drafter(loss=name, depth_weighting="uniform")
+    features, mask = drafters.make_batch()
+    _, packed = drafter(features, mask, drafter.count_labels(mask), True)
+    measures = Measures.unpack(packed.detach(), drafter.num_positions)
+    guesses = list(drafter.iterate_guesses(features, mask, drafter.count_labels(mask)))
+    num_outside = 0
+    for depth, (x, labels) in enumerate(guesses):
+        choices = (labels.hidden @ drafters.make_head().weight.T).argmax(1)
+        order = DRAFT_TOKENS[(drafter.norm(x) @ drafter.lm_head.weight.T).argsort(1).flip(1)]
+        hits = [int((order[:, :k] == choices[:, None]).sum()) for k in range(1, drafter.max_k + 1)]
+        assert measures.hits[depth].tolist() == hits
+        num_outside += int((~torch.isin(choices, DRAFT_TOKENS)).sum())
+    assert num_outside > 0
+
+
+def test_dpace_measures_no_choice_outside_of_a_short_vocabulary() -> None:
+    drafter = make_short_drafter(depth_weighting="dpace")
+    features, mask = drafters.make_batch()
+    x, labels = next(iter(drafter.iterate_guesses(features, mask, drafter.count_labels(mask))))
+    measured = drafter.measure_position(features, 0, x, labels)
+    head_input = drafter.use_head(features, 0, x, lambda head_input: head_input)
+    expected = measure_slowly(drafter, drafters.make_head(), (x, labels, head_input))
+    torch.testing.assert_close(measured, expected.detach())
+    assert (measured == 0).any()
+    assert (measured > 0).any()
 
 
 def test_without_a_teacher_the_texts_tokens_are_accepted() -> None:

@@ -18,7 +18,13 @@ from specdec.errors import SpecDecError
 
 from ..depth_weights import MEASURED_WEIGHTINGS, weigh_depths
 from ..features import Features
-from ..loss import Teacher, compute_loss, measure_acceptances, measure_positions
+from ..loss import (
+    UNDRAFTABLE,
+    Teacher,
+    compute_loss,
+    measure_acceptances,
+    measure_positions,
+)
 from ..rows import TokenRows
 from ..settings import TrainSettings
 from ..target import FrozenTarget
@@ -204,7 +210,7 @@ class TrainableDrafter(torch.nn.Module):
     @property
     def _reads_probabilities(self) -> bool:
         """Return whether the target's probabilities count, and not their shares alone."""
-        return self.loss_name != "kl" or self.depth_weighting in MEASURED_WEIGHTINGS
+        return self.loss_name != "kl" or self.depth_weighting == "reach"
 
     def compute_position_loss(
         self, features: Features, position: int, x: Tensor, labels: Labels, *, measure: bool
@@ -223,13 +229,16 @@ class TrainableDrafter(torch.nn.Module):
     def compute_head_loss(
         self, features: Features, head_input: HeadInput, labels: Labels, *, measure: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `compute_loss` of an output layer; the target teaches where it has a share."""
+        """Return `compute_loss` of an output layer; the target teaches where it has a share.
+
+        The target's choices outside of the draft vocabulary are among no drafter's best tokens.
+        """
         tokens = labels.tokens
         if head_input.draft_tokens is not None:
             # Labels are the target's choices among the draft tokens, not the text's tokens.
             tokens = torch.zeros_like(tokens)
         weights = (head_input.weight, head_input.second_weight)
-        return compute_loss(
+        loss, losses, ranks = compute_loss(
             head_input.x,
             head_input.weight,
             tokens,
@@ -241,6 +250,28 @@ class TrainableDrafter(torch.nn.Module):
             defers_gradients=self.is_sharded
             and any(weight is not None and weight.requires_grad for weight in weights),
         )
+        if measure and head_input.draft_tokens is not None:
+            _, is_drafted = self.find_choices(features, labels, head_input.draft_tokens)
+            ranks = ranks.masked_fill(~is_drafted, UNDRAFTABLE)
+        return loss, losses, ranks
+
+    def find_choices(
+        self, features: Features, labels: Labels, draft_tokens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows of the output layer for the right tokens, and which have one, both [N].
+
+        They are the text's tokens, or the target's choices where it alone teaches. A token outside
+        of the draft vocabulary has no row; its number is any.
+        """
+        tokens = labels.tokens
+        if self.teacher_share == 1:
+            assert features.head is not None
+            tokens = features.head.choose_tokens(labels.hidden)
+        if draft_tokens is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        draft_tokens = draft_tokens.to(tokens.device)
+        rows = torch.searchsorted(draft_tokens, tokens).clamp(max=len(draft_tokens) - 1)
+        return rows, draft_tokens[rows] == tokens
 
     def measure_position(
         self, features: Features, position: int, x: Tensor, labels: Labels
@@ -252,7 +283,15 @@ class TrainableDrafter(torch.nn.Module):
         )  # fmt: skip
 
     def measure_head(self, features: Features, head_input: HeadInput, labels: Labels) -> Tensor:
-        """Return the probability that each label's draft token is accepted, [N]."""
+        """Return the probability that each label's draft token is accepted, [N].
+
+        D-PACE has the drafter's probability of the right token instead.
+        """
+        if self.depth_weighting == "dpace":
+            rows, is_drafted = self.find_choices(features, labels, head_input.draft_tokens)
+            return is_drafted * measure_acceptances(
+                head_input.x, head_input.weight, rows, second_weight=head_input.second_weight
+            )
         return measure_acceptances(
             head_input.x, head_input.weight, labels.tokens,
             teacher=self.make_teacher(features, labels, head_input.draft_tokens),
