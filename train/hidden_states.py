@@ -41,6 +41,7 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_
 from specdec.system.logs import get_logger
 
 from . import fp8
+from .extracted import LAYERS_FLAG
 from .features import OutputHead
 from .rows import TokenRows
 from .setup import Setup, list_inputs, open_target, read_bytes
@@ -492,7 +493,7 @@ def open_states(
     option = setup.settings.hidden_states_dtype
     plan = make_plan(setup, splits, vocab_size, fp8.DTYPE if option == "fp8" else setup.dtype)
     types = {"--dtype": setup.dtype, DTYPE_FACT: option}
-    facts = {**types, **name_source(setup.settings), **facts, **hashes}
+    facts = {**types, **name_source(setup), **facts, **hashes}
     max_disk = setup.settings.max_disk
     plan = dataclasses.replace(
         plan, facts=facts, max_bytes=None if max_disk is None else read_bytes(max_disk)
@@ -501,7 +502,8 @@ def open_states(
         write_states(folder, plan, setup, sources)
         gc.collect()  # frees the target, which may be large and has reference cycles
     elif setup.accelerator.is_main_process:
-        check_states(folder, plan)
+        is_typed = setup.settings.hidden_states_layers is not None
+        check_states(folder, plan, compares_layer_ids=is_typed)
     setup.accelerator.wait_for_everyone()
     return StoredTarget(folder, plan, setup)
 
@@ -522,13 +524,20 @@ def _read_facts(record: Mapping[str, Any]) -> dict[str, Any]:
     return {DTYPE_FACT: "auto", **record["facts"]}
 
 
-def check_states(folder: Path, plan: StatesPlan) -> None:
-    """Raise SpecDecError where a folder's hidden states are of another target or data."""
+def check_states(folder: Path, plan: StatesPlan, *, compares_layer_ids: bool = True) -> None:
+    """Raise SpecDecError where a folder's hidden states are of another target or data.
+
+    compares_layer_ids: whether vLLM's ids are compared also where the folder was made for a drafter
+    that reads other layers, by whose needs ids that were not given differ.
+    """
     manifest = read_json(folder / "manifest.json")
     if manifest.get("kind") != KIND:
         raise SpecDecError(
             f"{folder} holds no hidden states", "name the folder of an earlier training"
         )
-    refuse_changes(
-        f"{folder} is not of the same", _read_facts(manifest), plan.facts, hint=REMAKE_HINT
-    )
+    facts, folder_facts = dict(plan.facts), _read_facts(manifest)
+    is_known = LAYERS_FLAG in folder_facts  # early folders lack it
+    if not is_known or not (compares_layer_ids or manifest["layers"] == list(plan.layers)):
+        facts.pop(LAYERS_FLAG, None)
+        folder_facts.pop(LAYERS_FLAG, None)
+    refuse_changes(f"{folder} is not of the same", folder_facts, facts, hint=REMAKE_HINT)

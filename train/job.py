@@ -15,6 +15,7 @@ from specdec.files.tensor_file import TensorFile
 from specdec.system.logs import get_logger
 
 from .setup import Setup, open_target
+from .start_config import compare_config
 
 if TYPE_CHECKING:
     from .methods.base import TrainableDrafter
@@ -48,7 +49,7 @@ class TrainingJob(Setup):
 
 def prepare_job(setup: Setup) -> TrainingJob:
     """Load the target, open the training's state, and load or make the rows."""
-    from .state import TrainingState, collect_facts, name_hashes
+    from .state import TrainingState, collect_facts, name_hashes, name_source
     from .target import describe_target
 
     settings, accelerator, config = setup.settings, setup.accelerator, setup.config
@@ -61,7 +62,7 @@ def prepare_job(setup: Setup) -> TrainingJob:
         target_files = describe_target(settings.model_dir, list_part_files(setup))
         facts = collect_facts(
             settings, setup.dtype, accelerator.num_processes, target_files, data_files
-        )
+        ) | name_source(setup)
         state.open(facts, resume=settings.resume)
     accelerator.wait_for_everyone()
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
@@ -103,6 +104,8 @@ def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> Trainab
     if settings.start_from is not None:
         path = settings.start_from / method.weights_name
         load_weights(drafter, path, method.list_shared(target), method.optional_prefixes)
+        if (settings.start_from / "config.json").is_file():
+            compare_config(settings.start_from, method.describe(drafter, target))
     drafter.to(setup.accelerator.device)
     return drafter
 

@@ -45,7 +45,8 @@ def write_drafter(
         "model_max_length": job.max_length,
     }
     hashes = write_weights(folder, job, drafter, weights)
-    copy_acceptance(job.state.folder, folder)
+    if report["eval"].get("acceptance") is not None:  # else an interrupted run may have left one
+        copy_acceptance(job.state.folder, folder)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (folder / "training_log.jsonl").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(write_card(job, log, report, compute), encoding="utf-8")

@@ -14,7 +14,7 @@ from specdec.command.settings import require
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.staging import check_output_dir, list_local, stage_folder
 from specdec.methods import METHODS
-from specdec.methods.eagle import Eagle3Params
+from specdec.methods.eagle import Eagle3Params, EagleTrain
 from specdec.options import Contradiction, list_given, name_flag, refuse_contradictions
 from specdec.system.logs import get_launched_rank, get_logger
 from specdec.text.documents import check_data_file
@@ -46,6 +46,7 @@ LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND",
 )  # fmt: skip
+EAGLE1_OPTIONS = ("eagle_token_weight", "eagle_noise", "eagle_bias")
 EAGLE3_OPTIONS = (*Eagle3Params.NEWER, "draft_vocab_size", "parallel", "mask_token_id")
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     (
@@ -140,6 +141,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"give --eagle-version 3, or leave {name_flag(f'eagle_{name}')} out",
         )
         for name in EAGLE3_OPTIONS
+    ),
+    (
+        lambda s: s.eagle_version == "3" and next(
+            map(name_flag, (n for n in EAGLE1_OPTIONS if n in list_given(s, EagleTrain))), None
+        ),
+        "{found} is for EAGLE-1",
+        "give --eagle-version 1, or leave {found} out",
     ),
     (
         lambda s: s.eagle_mask_token_id is not None and not s.eagle_parallel,

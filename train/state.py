@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, summarize
@@ -26,6 +26,9 @@ from specdec.options import name_flag
 from specdec.system.logs import get_logger
 
 from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .setup import Setup
 
 # Settings without effect on the weights, and paths, whose files are compared by their hashes.
 UNCOMPARED_SETTINGS = frozenset(
@@ -203,19 +206,21 @@ def collect_facts(
     facts["rows of a step"] = (
         settings.batch_size * settings.gradient_accumulation_steps * num_processes
     )
-    facts |= name_source(settings)
     return facts | name_hashes(target_files, data_files)
 
 
-def name_source(settings: TrainSettings) -> dict[str, str]:
-    """Return the fact that hidden states are another program's, or of which engine they are."""
-    if settings.hidden_states_from is None:
+def name_source(setup: Setup) -> dict[str, str]:
+    """Return the facts of hidden states that another program gives: the layers, or the engine."""
+    source = setup.settings.hidden_states_from
+    if source is None:
         return {}
     from .engine_states import is_engine
+    from .extracted import LAYERS_FLAG, choose_layer_ids
 
-    source = settings.hidden_states_from
     if not is_engine(source):
-        return {"--hidden-states-from": "given"}
+        layers = setup.method.choose_layers(setup.settings, setup.config)
+        layer_ids = choose_layer_ids(setup.settings, layers, setup.config)
+        return {"--hidden-states-from": "given", LAYERS_FLAG: ",".join(map(str, layer_ids))}
     sha256 = describe_file(Path(source) / "config.json")["sha256"]
     return {"--hidden-states-from": f"an engine, config.json {sha256}"}
 

@@ -301,6 +301,14 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             for option in ("norm-output", "fc-norm", "norm-before-fc", "draft-vocab-size 9",
                            "parallel", "mask-token-id 4")
         ),
+        *(
+            (f"{EAGLE} --eagle-version 3 {option}", f"{flag} is for EAGLE-1",
+             f"give --eagle-version 1, or leave {flag} out")
+            for option, flag in (
+                ("--eagle-noise 0.1", "--eagle-noise"), ("--no-eagle-bias", "--eagle-bias"),
+                ("--eagle-token-weight 0.5 --eagle-noise 0.1", "--eagle-token-weight"),
+            )
+        ),
         (f"{EAGLE} --eagle-version 3 --eagle-mask-token-id 4",
          "--eagle-mask-token-id is 4 without --eagle-parallel",
          "give both, or leave the token out"),

@@ -69,6 +69,9 @@ def test_a_server_gives_the_drafter_of_a_run_with_the_target(
         num_prompts = server.num_prompts
         run_train(*options, *given, *kept, "--output-dir", tmp_path / "again")
         assert server.num_prompts == num_prompts
+        other = (*given[:2], "--hidden-states-layers", "1,2,3")
+        refused = run_train(*options, *other, *kept, "--output-dir", tmp_path / "other", ends=1)
+        assert "--hidden-states-layers is '1,2,3', was '1,2'" in refused.last_lines[0]
     assert read_bytes(tmp_path / "again") == expected
     # The first answer was a failure, whose file nobody read; all others are gone.
     assert {path.name.partition("-0.")[0] for path in shared.iterdir()} == {"cmpl-0"}

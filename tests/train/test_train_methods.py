@@ -191,6 +191,26 @@ def test_a_training_goes_on_with_a_new_part(
     assert "of this training missing" in back.err
 
 
+@pytest.mark.parametrize(
+    ("kind", "first_flags", "flags", "fact"),
+    [
+        ("eagle3", ["--eagle-norm-output"], [], "norm_output in {} is True,"),
+        ("eagle3", ["--eagle-parallel", "--eagle-mask-token-id", 7],
+         ["--eagle-parallel", "--eagle-mask-token-id", 8],
+         "mask_token_id in {} is 7, of this training 8"),
+    ],
+)  # fmt: skip
+def test_a_drafter_of_other_facts_is_no_start(
+    kind: str, first_flags: list[object], flags: list[object], fact: str, train: Train,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    first, one = tmp_path / "first", ("--max-steps", 1)
+    train(kind, "first", *one, *first_flags)
+    other = train(kind, "out", *one, *flags, "--start-from", first, ends=1)
+    assert f"--start-from: {fact.format(first / 'config.json')}" in other.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_drafter_of_other_sizes_is_no_start(train: Train, tmp_path: Path) -> None:
     first, one = tmp_path / "first", ("--max-steps", 1)
     train("redrafter", "first", *one)

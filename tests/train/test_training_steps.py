@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError, UsageError
 from specdec.files import manifest as manifest_module
+from specdec.files.acceptance import MAX_DEPTH, NAME, NUM_BUCKETS, Acceptance
 from specdec.system import machine
 from specdec.train import devices, job, output, sanity, setup
 from specdec.train import loop as loop_module
@@ -24,6 +26,7 @@ from specdec.train.methods.base import TrainingMethod
 from specdec.train.rows import TokenRows, prepare_rows
 from specdec.train.settings import TrainSettings
 from specdec.train.setup import Setup
+from specdec.train.start_config import compare_config
 from specdec.train.state import TrainingState
 from tests.engines import reset_accelerator
 
@@ -270,6 +273,35 @@ def test_a_drafter_begins_by_the_seed_or_by_another(tmp_path: Path) -> None:
     assert torch.equal(started["weight"], other["weight"])
 
 
+def test_a_start_is_compared_by_its_facts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("specdec").propagate = True
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = {
+        "num_attention_heads": 4, "rope_theta": 1e4, "rope_scaling": scaling, "vocab_size": 9,
+        "max_position_embeddings": 64, "norm_output": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+
+    def compare(**changes: Any) -> None:
+        path.write_text(json.dumps(config | changes))
+        compare_config(tmp_path, config)
+
+    path.write_text("{}")
+    compare_config(tmp_path, config)
+    compare(
+        vocab_size=8, max_position_embeddings=32, norm_output=False,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    )  # fmt: skip
+    assert not caplog.messages
+    with pytest.raises(SpecDecError) as error:
+        compare(num_attention_heads=2, rope_theta=5e5, rope_scaling=None, norm_output=True)
+    for key in ("num_attention_heads", "rope_theta", "rope_scaling", "norm_output"):
+        assert f"{key} in {path} is" in str(error.value)
+    compare(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    assert "layers [0, 2, 4], this training those of [1, 5, 8]" in caplog.text
+
+
 def test_rows_are_tokenized_once(target_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Held-out rows are those of --eval-data; a second start maps what the first has written."""
     for name, text in (("data.txt", "def add\n"), ("eval.txt", "return first\n")):
@@ -400,6 +432,28 @@ def written(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
     weights = drafter.state_dict()
     output.write_drafter(folder, finished_job, drafter, weights, REPORT, rows_per_step=8)
     return folder, drafter
+
+
+def test_the_acceptance_of_an_interrupted_run_is_not_published(tmp_path: Path) -> None:
+    """Only one that this run measured is of these weights."""
+    settings = make_settings(output_dir=tmp_path / "out", medusa_num_heads=2)
+    finished_job = make_job(settings)
+    finished_job.state.open({}, resume=False)
+    measured = Acceptance(
+        right=((1,) * NUM_BUCKETS,) * MAX_DEPTH, seen=((2,) * NUM_BUCKETS,) * MAX_DEPTH,
+        gains=(0.5,), num_drafts=3, about={},
+    )  # fmt: skip
+    measured.write(finished_job.state.folder / NAME)
+    drafter: Any = LinearDrafter(3, 2)
+    acceptance = {"dtype": "x", "acceptance_length": 2.3, "prompts": 4, "num_output_tokens": 90,
+                  "num_verify_steps": 38}  # fmt: skip
+    for name, found in (("measured", {"acceptance": acceptance}), ("not", {})):
+        (folder := tmp_path / name).mkdir()
+        report = REPORT | {"eval": REPORT["eval"] | found}
+        output.write_drafter(
+            folder, finished_job, drafter, drafter.state_dict(), report, rows_per_step=8
+        )
+        assert (folder / NAME).exists() == bool(found)
 
 
 def test_the_files_of_a_drafter(written: tuple[Path, torch.nn.Module]) -> None:
