@@ -12,6 +12,8 @@ from typing import Any
 from specdec import __version__
 from specdec.command.settings import to_plain
 from specdec.command.stages import load_command
+from specdec.errors import Problems
+from specdec.files.acceptance import copy_acceptance
 from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json, write_json
@@ -27,7 +29,7 @@ from .deploy import describe_deployment, write_deployment
 from .lacks import find_writer
 from .runtimes import RUNTIMES, make_command
 from .settings import ExportSettings
-from .source import TITLES, Contents, Order, Source
+from .source import MODEL_TYPES, TITLES, Contents, Order, Source
 
 logger = logs.get_logger(__name__)
 
@@ -43,6 +45,8 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
         source, output_path = Source(checkpoint), str(settings.output_dir)
         target = "TARGET" if source.kind == "plain" else settings.model_dir or "BASE"
         order = Order(settings=settings, source=source, target=target, output_path=output_path)
+        if settings.checkpoint_dir is not None and settings.model_dir is not None:
+            compare_target(source, settings.model_dir).raise_all()
         contents = find_writer(order)(order)
         command = make_command(order)
         if source.kind == "plain":
@@ -107,6 +111,30 @@ def choose_dtype(settings: ExportSettings) -> str:
     return settings.dtype
 
 
+def compare_target(source: Source, model_dir: str) -> Problems:
+    """List the facts in which a target's config.json is not of the checkpoint's target.
+
+    Keys under other names, and a target on the Hub, are not compared.
+    """
+    problems, path = Problems(), Path(localize(model_dir)) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    text_config = config.get("text_config")
+    sizes = text_config if isinstance(text_config, dict) else config
+    facts = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    # Others may be written under the name of an architecture that computes the same.
+    facts["architecture"] = architecture if architecture in MODEL_TYPES else None
+    for name, value in facts.items():
+        if value is not None and value != (expected := getattr(source.model, name)):
+            problems.add(
+                f"--model-dir {model_dir} has {name} {value}, the target of {source.folder} has"
+                f" {expected}",
+                "give the target that the checkpoint was converted from",
+            )
+    return problems
+
+
 def add_companions(settings: ExportSettings, contents: Contents) -> None:
     """Add the ids of special tokens, which a checkpoint lacks."""
     path = Path(localize(settings.model_dir or "")) / "config.json"
@@ -138,6 +166,8 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
         shutil.copyfile(path, staged / name)
     for name, text in contents.texts.items():
         (staged / name).write_text(text, encoding="utf-8")
+    if settings.to == "hf" and source.kind != "plain":
+        copy_acceptance(source.folder, staged)
     readme = describe_folder(order, contents, command)
     (staged / "README.md").write_text(readme, encoding="utf-8")
     write_manifest(

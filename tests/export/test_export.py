@@ -18,6 +18,7 @@ from specdec.export.lacks import LACKS
 from specdec.export.pipeline import export_model
 from specdec.export.settings import RUNTIME_NAMES, ExportSettings, check_settings
 from specdec.files import staging
+from specdec.files.acceptance import MAX_DEPTH, NAME, NUM_BUCKETS, Acceptance
 from specdec.files.manifest import read_manifest
 from specdec.files.reading import read_json
 from tests.conftest import (
@@ -838,6 +839,51 @@ def test_ctrl_c_while_all_is_tidied_up(
         export_model(settings)
     assert interrupted
     assert not list(tmp_path.glob(".specdec-export-*"))
+
+
+def test_the_acceptance_goes_along_for_specdec(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """From a checkpoint that has it, and from the drafter's folder by way of one."""
+    drafter, checkpoint = (tmp_path / name for name in ("drafter", "checkpoint"))
+    for folder, copy in zip(checkpoints["eagle3"], (drafter, checkpoint), strict=True):
+        shutil.copytree(folder, copy)
+        measured = Acceptance(
+            right=((1,) * NUM_BUCKETS,) * MAX_DEPTH, seen=((2,) * NUM_BUCKETS,) * MAX_DEPTH,
+            gains=(0.5,), num_drafts=3, about={"prompts": 1},
+        )  # fmt: skip
+        measured.write(copy / NAME)
+    flags: dict[str, Any] = {"model_dir": str(target)}
+    export(tmp_path / "hf", to="hf", checkpoint_dir=checkpoint, **flags)
+    export(tmp_path / "direct", to="hf", eagle_model_dir=str(drafter), **flags)
+    export(tmp_path / "vllm", to="vllm", checkpoint_dir=checkpoint, **flags)
+    for name in ("hf", "direct"):
+        assert (tmp_path / name / NAME).read_bytes() == (checkpoint / NAME).read_bytes()
+    assert not (tmp_path / "vllm" / NAME).exists()
+
+
+def test_another_target_is_refused_beside_a_checkpoint(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """By the facts that its config.json has; a folder without them may be of this target."""
+    _, checkpoint = checkpoints["eagle3"]
+    other, config = tmp_path / "other", read_json(target / "config.json")
+    other.mkdir()
+    flags: dict[str, Any] = {"to": "hf", "checkpoint_dir": checkpoint, "model_dir": str(other)}
+    for key, value in (
+        ("vocab_size", VOCAB + 1), ("hidden_size", 7), ("num_hidden_layers", 3),
+        ("architectures", ["Qwen3ForCausalLM"]),
+    ):  # fmt: skip
+        for changed in (config | {key: value}, {"text_config": {key: value}, key: value}):
+            (other / "config.json").write_text(json.dumps(changed))
+            name = key.removesuffix("s") if isinstance(value, list) else key
+            with pytest.raises(SpecDecError, match=f"other has {name} .*, the target of"):
+                export(tmp_path / "out", **flags)
+    assert not (tmp_path / "out").exists()
+    (other / "config.json").write_text(
+        json.dumps({"architectures": ["Some"]} | {"vocab_size": VOCAB})
+    )
+    export(tmp_path / "out", **flags)
 
 
 def test_the_drafter_keeps_its_type(target: Path, tmp_path: Path) -> None:
