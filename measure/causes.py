@@ -129,7 +129,7 @@ def find_long_draft(facts: BatchFacts) -> Cause | None:
         f"each of {depth} positions costs {price:.0%} of a plain step on average, and pays only"
         f" where at least as large a share of steps accepts it; the last is accepted in"
         f" {facts.by_position[-1]:.0%}",
-        f"{advice}; specdec tune measures which",
+        f"{advice}; specdec bench --sweep OPTION=A,B,C measures which",
         speeds[best_depth] / speeds[depth],
     )
 

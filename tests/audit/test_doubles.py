@@ -17,6 +17,7 @@ from specdec.audit.answers import Counts
 from specdec.audit.drafter import Pair, find_length, find_margin, judge
 from specdec.audit.events import find_broken_characters, find_faults, read_events
 from specdec.audit.server import read_counters
+from specdec.audit.settings import CHECKS
 from tests.audit.doubles import MODEL, Double
 from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
@@ -73,6 +74,19 @@ def test_replicas_behind_a_router() -> None:
         assert "/v1/models counts no drafts of model 'double'" in read_error_lines(err)[0]
         status, _, err = audit(router.url, "--metrics-url", pages[0], pages[0])
         assert (status, "names a page twice" in err) == (2, True)
+
+
+def test_an_audit_says_that_it_tests_no_distribution() -> None:
+    """But of an agent; checks that were chosen are all that is reported."""
+    with Double("vllm") as server:
+        status, report, err = audit(server.url)
+        assert status == 0, err
+        assert [check["name"] for check in report["checks"]] == [*CHECKS, "sampled"]
+        untested = get(report, "sampled")
+        assert (untested["verdict"], untested["faults"]) == ("skipped", [])
+        assert untested["summary"].endswith("was not tested: --agent tests it")
+        _, report, _ = audit(server.url, "--checks", "limits")
+        assert [check["name"] for check in report["checks"]] == ["limits"]
 
 
 @pytest.mark.parametrize("style", ["vllm", "llama", "bare"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 import torch
 
 from benchmarks.verify_cost import count_experts
+from specdec.command.stages import STAGES
 from specdec.decode.engine import TorchEngine
 from specdec.decode.requests import sum_stats
 from specdec.errors import SpecDecError
+from specdec.measure import causes
 from specdec.measure.causes import (
     BatchFacts,
     Cause,
@@ -129,6 +133,17 @@ def test_what_is_so_already_is_not_advised(
     advice = "; ".join(cause.remedy for cause in rank_causes(facts_in_use, []))
     assert advice
     assert not any(text in advice for text in remedies.values())
+
+
+def test_remedies_name_commands_that_there_are() -> None:
+    """In all texts of the stage, of which remedies are some."""
+    named = set()
+    for path in Path(causes.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"\bspecdec[ -]([a-z]+)", node.value))
+    assert {"bench", "train"} & named
+    assert named <= {*STAGES, "docs", "help"}
 
 
 def test_what_an_engine_has_is_known() -> None:
