@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
 from specdec.train import fp8, hidden_states, setup, target
 from specdec.train.methods import load_method
@@ -449,3 +450,27 @@ def test_a_processor_reads_each_row_alone() -> None:
     assert features.hidden[..., 0].tolist() == [[9, 10, 0, 0, 0], [4, 5, 6, 7, 8]]
     assert features.auxiliary is not None
     assert features.auxiliary[..., 1].tolist() == [[9.5, 10.5, 0, 0, 0], [4.5, 5.5, 6.5, 7.5, 8.5]]
+
+
+def test_layer_ids_are_compared_where_they_say_something(tmp_path: Path) -> None:
+    """Ids that were not given are those that a drafter needs, of a folder that has more."""
+    flag = "--hidden-states-layers"
+
+    def check(layers: tuple[int, ...], layer_ids: str, *, is_typed: bool) -> None:
+        plan = hidden_states.StatesPlan(
+            facts={hidden_states.DTYPE_FACT: "auto", flag: layer_ids}, splits={},
+            layers=layers, vocab_size=9, hidden_size=2,
+            dtype="float32", compute_dtype="float32",
+        )  # fmt: skip
+        hidden_states.check_states(tmp_path, plan, compares_layer_ids=is_typed)
+
+    manifest: dict[str, Any] = {"kind": hidden_states.KIND, "layers": [0, 1], "facts": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    check((0, 1), "1,3,4", is_typed=True)  # an early folder does not say which it has
+    manifest["facts"][flag] = "1,2,4"
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    check((0, 1), "1,2,4", is_typed=False)
+    check((), "4", is_typed=False)
+    for layers, layer_ids, is_typed in (((0, 1), "1,3,4", False), ((), "4", True)):
+        with pytest.raises(SpecDecError, match=f"{flag} is '{layer_ids}', was '1,2,4'"):
+            check(layers, layer_ids, is_typed=is_typed)
