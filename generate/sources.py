@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec import __version__
 from specdec.engine.compiler import describe_cpu, find_compiler
 from specdec.errors import SpecDecError
-from specdec.files.folders import list_parts
+from specdec.files.folders import INDEX_SUFFIX, list_parts
+from specdec.files.reading import is_inside, read_json
+from specdec.text.tokenizer import list_templates
 
 TIMEOUT = 10.0  # seconds for the Hub's answer
 KEY_LENGTH = 16
 
 
 def describe_model(model_dir: str) -> dict[str, Any]:
-    """Identify a model: a folder by its files' names, sizes and times, a Hub id by its commit."""
+    """Identify a model: a folder by its files' names and status, a Hub id by its commit.
+
+    A file that is replaced has another inode or time of change, also where size and time of
+    modification are kept, as `cp -p` and rsync keep them.
+    """
     path = Path(model_dir)
     if not path.exists():
         return {"hub": model_dir, "commit": find_commit(model_dir)}
     path = path.resolve()
-    files = sorted(path.iterdir()) if path.is_dir() else list_parts(path)
+    folder = path if path.is_dir() else path.parent
     try:
-        stats = {file.name: file.stat() for file in files if file.is_file()}
+        files = sorted(_list_files(path)) if path.is_dir() else list_parts(path)
+        stats = {
+            str(file.relative_to(folder)): file.stat() for file in files if os.path.isfile(file)
+        }
     except OSError as error:
         raise SpecDecError(
             f"{error.filename} cannot be read: {error.strerror}", "wait until nothing changes it"
         ) from None
     return {
         "path": str(path),
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "files": {
+            name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for name, stat in stats.items()
+        },
     }
+
+
+def _list_files(folder: Path) -> set[Path]:
+    """Return a folder's files, and those in its subfolders that are read with them.
+
+    These are shards, which an index of weights names, and further chat templates.
+    """
+    files = {*folder.iterdir(), *list_templates(folder)}
+    indexes = [file for file in files if file.name.endswith(INDEX_SUFFIX)]
+    return files.union(*(_list_shards(index) for index in indexes))
+
+
+def _list_shards(index: Path) -> Iterator[Path]:
+    """Yield the files that an index names; none where it is damaged, which the conversion tells."""
+    with contextlib.suppress(SpecDecError):
+        shards = read_json(index).get("weight_map")
+        names = list(shards.values()) if isinstance(shards, dict) else []
+        texts = {name for name in names if isinstance(name, str)}
+        yield from (index.parent / name for name in texts if is_inside(name))
 
 
 def find_commit(hub_id: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -169,13 +170,22 @@ def test_what_an_engine_depends_on(tmp_path: Path) -> None:
     assert other.name != plan.name
 
 
+def describe_files(path: Path) -> dict[str, Any]:
+    files: dict[str, Any] = sources.describe_model(str(path))["files"]
+    return files
+
+
 def test_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     file = folder / "weights.safetensors"
     file.write_bytes(b"123")
     os.utime(file, ns=(5, 7))
-    wanted = {"path": str(folder), "files": {"weights.safetensors": [3, 7]}}
+    stat = file.stat()
+    wanted = {
+        "path": str(folder),
+        "files": {"weights.safetensors": [3, 7, stat.st_ctime_ns, stat.st_ino]},
+    }
     assert sources.describe_model(str(folder)) == wanted
     (folder / "subfolder").mkdir()
     (tmp_path / "link").symlink_to(folder)
@@ -185,9 +195,41 @@ def test_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"12")
     os.utime(gguf, ns=(1, 2))
-    assert sources.describe_model(str(gguf)) == {
-        "path": str(gguf), "files": {"model.gguf": [2, 2]},
-    }  # fmt: skip
+    description = sources.describe_model(str(gguf))
+    assert description["path"] == str(gguf)
+    assert description["files"]["model.gguf"][:2] == [2, 2]
+
+
+def test_a_replaced_file_of_one_size_and_time_is_another(tmp_path: Path) -> None:
+    """As `cp -p` and rsync leave it, which keep the time of the file that they copy."""
+    file, new_file = tmp_path / "model" / "weights.safetensors", tmp_path / "new"
+    file.parent.mkdir()
+    for path in (file, new_file):
+        path.write_text(path.name[:3])
+        os.utime(path, ns=(5, 7))
+    before = describe_files(file.parent)
+    new_file.replace(file)
+    assert describe_files(file.parent) != before
+    assert describe_files(file.parent)["weights.safetensors"][:2] == [3, 7]
+
+
+def test_files_in_subfolders_that_are_read_are_among_them(tmp_path: Path) -> None:
+    """Shards that an index names and named chat templates; nothing outside, nothing else inside."""
+    for name in ("parts/a.safetensors", "parts/other", "additional_chat_templates/tool.jinja"):
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_text("x")
+    (tmp_path / "outside").write_text("x")
+    folder, index = tmp_path / "model", "model.safetensors.index.json"
+    shards = {"a": "parts/a.safetensors", "b": "../outside", "c": "absent", "d": 5}
+    (folder / index).write_text(json.dumps({"weight_map": shards}))
+    names = {index, "parts/a.safetensors", "additional_chat_templates/tool.jinja"}
+    files = describe_files(folder)
+    assert files.keys() == names
+    (folder / "parts" / "a.safetensors").write_text("yy")
+    assert describe_files(folder)["parts/a.safetensors"] != files["parts/a.safetensors"]
+    for damaged in ("{", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": []}}'):
+        (folder / index).write_text(damaged)
+        assert describe_files(folder).keys() == names - {"parts/a.safetensors"}
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(
