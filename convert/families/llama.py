@@ -119,9 +119,11 @@ def read_ministral3(reader: ConfigReader, _: Layout) -> dict[str, Any]:
     if rotary.config.get(BETA) not in (None, 0):
         values["query_scaling_beta"] = rotary.get_float(BETA)
         length = "original_max_position_embeddings"
+        scaling = values["rotary_scaling"] or {}
         # transformers gives YaRN without a length that of the model.
-        is_yarn = (values["rotary_scaling"] or {}).get("rope_type") == "yarn"
-        absent_length = values["max_position_embeddings"] if is_yarn else None
+        is_yarn = scaling.get("rope_type") == "yarn"
+        whole_length = values["max_position_embeddings"] if is_yarn else None
+        absent_length = scaling.get(length, whole_length)  # which may stand outside of the scaling
         values[length] = rotary.get_int(length, absent_length, minimum=2)
     return values
 

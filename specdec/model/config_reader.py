@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from specdec.errors import Problems, shorten
 from specdec.files.tensor_file import MAX_NUMBER
 from specdec.model.config import FULL, SLIDING
-from specdec.model.rotary_scaling import list_kinds
+from specdec.model.rotary_scaling import get_kind, list_kinds
 
 # How many experts a layer has: transformers 5 writes the second for Qwen3-MoE, 4.57 the first.
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
@@ -102,6 +102,7 @@ class Rotary:
     local_scaling: dict[str, Any] | None = None
 
 
+FIRST_LENGTH = "original_max_position_embeddings"  # the length of the first training
 BETA = "llama_4_scaling_beta"  # of queries at positions beyond those of the first training
 
 
@@ -130,11 +131,13 @@ def read_rotary(reader: ConfigReader) -> Rotary:
         local_base = _get_number(reader, "rope_local_base_freq")
         return dataclasses.replace(_read_one(reader), local_base=local_base)
     parameters_reader = reader.enter(parameters)
+    # transformers reads no length from outside of such objects.
+    full_fields = {name: value for name, value in reader.config.items() if name != FIRST_LENGTH}
     full, sliding = (
         _read_one(
             reader.enter({**outer_fields, "rope_parameters": parameters_reader.get_object(kind)})
         )
-        for kind, outer_fields in ((FULL, reader.config), (SLIDING, {}))
+        for kind, outer_fields in ((FULL, full_fields), (SLIDING, {}))
     )
     return dataclasses.replace(
         full, by_layer_type=True, local_base=sliding.base, local_scaling=sliding.scaling
@@ -143,15 +146,12 @@ def read_rotary(reader: ConfigReader) -> Rotary:
 
 def _read_one(reader: ConfigReader) -> Rotary:
     parameters, earlier = reader.get_object("rope_parameters"), reader.get_object("rope_scaling")
-    scaling_4, scaling_5 = _drop_default(earlier), _drop_default(parameters)
-    are_both = scaling_4 and scaling_5 or list_kinds(earlier) and list_kinds(parameters)
+    scaling = _read_scaling(reader, parameters, earlier)
     nested = parameters.get("rope_theta", earlier.get("rope_theta"))
     theta = reader.config.get("rope_theta")
     fractions = _list_fractions(reader, parameters)
     fraction_text = " and ".join(f"{fraction:g}" for fraction in fractions)
     for is_wrong, fact in (
-        (scaling_4 != scaling_5 and are_both,
-         f"rope_scaling {scaling_4} and rope_parameters {scaling_5} disagree"),
         (None not in (theta, nested) and theta != nested,
          f"rope_theta is {theta} and in rope_parameters {nested}"),
         (len(fractions) > 1, f"partial_rotary_factor is given as {fraction_text}"),
@@ -161,9 +161,54 @@ def _read_one(reader: ConfigReader) -> Rotary:
     _refuse_beta(reader, (parameters, earlier))
     theta_reader = reader if nested is None else reader.enter({"rope_theta": nested})
     return Rotary(
-        base=_get_number(theta_reader, "rope_theta"), scaling=scaling_5 or scaling_4 or None,
+        base=_get_number(theta_reader, "rope_theta"), scaling=scaling or None,
         fraction=max(fractions, default=None),
     )  # fmt: skip
+
+
+def _read_scaling(
+    reader: ConfigReader, parameters: Mapping[str, Any], earlier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the scaling of rope_parameters or else of rope_scaling, which must agree."""
+    scaling_4, scaling_5 = (
+        _add_first_length(reader, _drop_default(scaling)) for scaling in (earlier, parameters)
+    )
+    if not scaling_5 and FIRST_LENGTH in scaling_4.keys() - earlier.keys():
+        _refuse_outer_length(reader, scaling_4)
+    are_both = scaling_4 and scaling_5 or list_kinds(earlier) and list_kinds(parameters)
+    if scaling_4 != scaling_5 and are_both:
+        reader.refuse(
+            f"rope_scaling {scaling_4} and rope_parameters {scaling_5} disagree",
+            "remove the wrong one",
+        )
+    return scaling_5 or scaling_4
+
+
+def _add_first_length(reader: ConfigReader, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return a scaling with the length of the first training, which may stand outside of it."""
+    outer_length = reader.config.get(FIRST_LENGTH)
+    if outer_length is None or get_kind(scaling) not in ("yarn", "llama3"):
+        return scaling
+    length = scaling.get(FIRST_LENGTH)
+    if length is not None and length != outer_length:
+        reader.refuse(
+            f"{FIRST_LENGTH} is {shorten(outer_length)} and in the scaling {shorten(length)}",
+            "remove the wrong one",
+        )
+    return scaling | {FIRST_LENGTH: outer_length}
+
+
+def _refuse_outer_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> None:
+    """Note a length of the first training that versions of transformers see differently."""
+    length, name = scaling[FIRST_LENGTH], "max_position_embeddings"
+    if get_kind(scaling) == "yarn" and length != reader.config.get(name):
+        whole_length = shorten(reader.config.get(name, "not told"))
+        reader.refuse(
+            f"{FIRST_LENGTH} is {shorten(length)}, outside of rope_scaling: transformers 5 reads it"
+            f" there, 4.57 takes {name} ({whole_length})",
+            f"write {FIRST_LENGTH} into rope_scaling, with the length that the model was trained"
+            " with before it was scaled",
+        )
 
 
 def _list_fractions(reader: ConfigReader, parameters: Mapping[str, Any]) -> list[float]:
