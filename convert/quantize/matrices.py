@@ -239,9 +239,19 @@ class IntMatrix(Matrix):
             )
         return num_inputs // size
 
-    def set_groups(self, kind: str) -> None:
-        """Read which group each column belongs to, where the folder says so."""
+    def set_groups(self, kind: str, *, is_stored: bool) -> None:
+        """Read which group each column belongs to, where the folder says so.
+
+        is_stored: whether columns are in another order by its section, so that it must say so.
+        """
         if not self.has(kind):
+            if is_stored and self.num_groups > 1:
+                raise self.refuse(
+                    f"its {self.shape[1]} columns are in {self.num_groups} groups by the order of"
+                    f" activations, and {kind}, which tells the group of each, is missing",
+                    "copy or download the folder again; a tool that wrote it without that tensor"
+                    " has lost the order: get the model from its origin",
+                )
             return
         groups = self.folder.read(self.get(kind, ("int32",), (self.shape[1],)))
         size = self.shape[1] // self.num_groups
@@ -297,6 +307,7 @@ class GptqMatrix(IntMatrix):
 
     zero_offset: 1 where zeros are stored less one (checkpoint_format gptq), else 0. carries:
     whether the one was taken from whole words, as GPTQModel does, so that it is given back to them.
+    is_ordered: whether inputs were quantized by the order of activations, in groups of that order.
     """
 
     def __init__(
@@ -308,6 +319,7 @@ class GptqMatrix(IntMatrix):
         zero_offset: int,
         *,
         carries: bool,
+        is_ordered: bool = False,
     ) -> None:
         super().__init__(folder, stem, group_size)
         self.bits, self.zero_offset, self.carries = bits, zero_offset, carries
@@ -318,7 +330,7 @@ class GptqMatrix(IntMatrix):
         scales = self.get("scales", FLOATS, (self.num_groups, num_outputs))
         self.get("qzeros", ("int32",), (self.num_groups, -(-num_outputs // per_word)))
         self.dtype = folder.tensors[scales].dtype
-        self.set_groups("g_idx")
+        self.set_groups("g_idx", is_stored=is_ordered)
         self._check_zeros()
 
     def read_numbers(self, start: int, stop: int) -> Array:
@@ -360,9 +372,14 @@ class GptqMatrix(IntMatrix):
 
 
 class PackedMatrix(IntMatrix):
-    """compressed-tensors' pack-quantized: [out, in], several inputs a word."""
+    """compressed-tensors' pack-quantized: [out, in], several inputs a word.
 
-    def __init__(self, folder: HfFolder, stem: str, group_size: int, bits: int) -> None:
+    is_ordered: whether groups are those of inputs in the order of activations.
+    """
+
+    def __init__(
+        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool = False
+    ) -> None:
         super().__init__(folder, stem, group_size)
         self.bits = bits
         per_word = 32 // bits
@@ -382,7 +399,7 @@ class PackedMatrix(IntMatrix):
         if self.has("weight_zero_point"):
             shape = (-(-num_outputs // per_word), self.num_groups)
             self.zeros = self.get("weight_zero_point", ("int32",), shape)
-        self.set_groups("weight_g_idx")
+        self.set_groups("weight_g_idx", is_stored=is_ordered)
 
     def read_numbers(self, start: int, stop: int) -> Array:
         words = self.folder.read_block(f"{self.stem}.weight_packed", start, stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
@@ -250,7 +250,9 @@ def _read_gptq(section: Section) -> Scheme:
     section.take("method", "gptq", default="gptq")
     section.take("pack_dtype", "int32", default="int32")
     section.take("sym", True, False, default=True)
-    section.take("desc_act", True, False, default=False)
+    is_ordered = section.take("desc_act", True, False, default=False)
+    # Static groups are of columns as they lie, in whatever order these were quantized.
+    is_ordered = is_ordered and section.take("static_groups", default=False) is not True
     size = section.take_group_size(128)
     meta = section.take("meta", default={})
     quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
@@ -264,7 +266,7 @@ def _read_gptq(section: Section) -> Scheme:
     )  # fmt: skip
     make = functools.partial(
         matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),
-        carries="gptqmodel" in str(quantizer),
+        carries="gptqmodel" in str(quantizer), is_ordered=is_ordered,
     )  # fmt: skip
     words = f"GPTQ, {bits} bits, group_size {size}, checkpoint_format {kind}"
     return Scheme(name="gptq", bits=bits, description=words, make=make)
@@ -274,10 +276,12 @@ def _read_compressed(section: Section) -> Scheme:
     _check_compression(section)
     groups = section.take("config_groups")
     format_name = section.take("format", default="")
-    kind, bits, strategy, size, block, inputs = _read_groups(section, groups)
+    kind, bits, strategy, size, block, inputs, is_ordered = _read_groups(section, groups)
     is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
     if kind == "int" and is_packed and bits in (4, 8):
-        maker = functools.partial(matrices.PackedMatrix, group_size=size, bits=bits)
+        maker = functools.partial(
+            matrices.PackedMatrix, group_size=size, bits=bits, is_ordered=is_ordered
+        )
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
     if (kind, bits) == ("float", 8) and format_name in FLOAT_FORMATS:
@@ -309,9 +313,29 @@ def _check_compression(section: Section) -> None:
     section.skip("ignore", "version", "global_compression_ratio")
 
 
-def _read_groups(
-    section: Section, groups: Any
-) -> tuple[str, int, str, int, tuple[int, int] | None, str]:
+# Values of compressed-tensors' `actorder`: those of which a model has weight_g_idx, and the others.
+STORED_ORDERS = ("group", "dynamic", True)
+UNSTORED_ORDERS = ("weight", "static", False)
+
+
+class GroupedWeights(NamedTuple):
+    """Weights of a group of compressed-tensors, which is a set of modules.
+
+    kind: int or float; block: rows and columns of one of float8. inputs: how inputs are rounded.
+    is_ordered: whether columns are in groups by the order of activations, which is stored; by
+    "weight" they were quantized in that order, in groups of columns as they lie.
+    """
+
+    kind: str
+    bits: int
+    strategy: str
+    group_size: int
+    block: tuple[int, int] | None
+    inputs: str
+    is_ordered: bool
+
+
+def _read_groups(section: Section, groups: Any) -> GroupedWeights:
     """Return what `_read_group` does of each group, which must all be alike."""
     if not isinstance(groups, dict) or not groups:
         raise section.refuse(f"config_groups is {shorten(groups)}", _REMEDY)
@@ -321,16 +345,15 @@ def _read_groups(
     return weights[0]
 
 
-def _read_group(
-    section: Section, name: str, values: Any
-) -> tuple[str, int, str, int, tuple[int, int] | None, str]:
-    """Return a group's type, bits, strategy, group size and block, and how inputs are rounded."""
+def _read_group(section: Section, name: str, values: Any) -> GroupedWeights:
+    """Read one of a section's groups."""
     if not isinstance(values, dict) or not isinstance(values.get("weights"), dict):
         raise section.refuse(f"config_groups.{name} is {shorten(values)}", _REMEDY)
     group = Section(section.folder, values, f"{section.location}, config_groups.{name}")
     group.skip("targets", "format")
     weights = Section(section.folder, group.take("weights"), f"{group.location}.weights")
-    weights.skip("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "symmetric")
+    weights.skip("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "symmetric")
+    order = weights.take("actorder", *STORED_ORDERS, *UNSTORED_ORDERS, default=False)
     weights.take("dynamic", False, default=False)
     kind = weights.take("type", "int", "float", default="int")
     bits = weights.take("num_bits", default=8)
@@ -358,7 +381,8 @@ def _read_group(
     if group.take("output_activations") is not None:
         raise section.refuse("outputs of linears are rounded too", _REMEDY)
     group.refuse_rest()
-    return kind, bits, strategy, size, _read_block(section, block), rounding
+    block = _read_block(section, block)
+    return GroupedWeights(kind, bits, strategy, size, block, rounding, order in STORED_ORDERS)
 
 
 def _read_block(section: Section, value: Any) -> tuple[int, int] | None:

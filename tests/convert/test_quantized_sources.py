@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.convert.quantized import (
     CASES,
     FLOAT4,
     GROUP,
+    Case,
     Tensors,
     change_folder,
     describe_int,
@@ -457,6 +460,57 @@ def test_damaged_tensors(
     stored = load_file(source / "model.safetensors").get(f"{Q_PROJ}.{kind}", torch.ones(1))
     change_folder(source, {f"{Q_PROJ}.{kind}": change(stored)})
     assert message in convert.fail(model_dir=source).message
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "values"),
+    [
+        ("gptq-act-order", "g_idx", {}),
+        ("compressed-act-order", "weight_g_idx", {"actorder": "group"}),
+        ("compressed-act-order", "weight_g_idx", {"actorder": "dynamic"}),
+        ("compressed-act-order", "weight_g_idx", {"actorder": True}),
+    ],
+)
+def test_an_order_that_is_missing(
+    name: str, kind: str, values: dict[str, Any], convert: Converter, tmp_path: Path
+) -> None:
+    """The numbers without their groups are those of other weights."""
+    source, _ = make_quantized(tmp_path, change_weights(CASES[name], values), layers=1)
+    change_folder(source, {f"{Q_PROJ}.{kind}": None})
+    error = convert.fail(model_dir=source)
+    fact = f"{Q_PROJ}: its 64 columns are in 2 groups by the order of activations, and {kind}"
+    assert fact in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gptq", {"desc_act": True, "static_groups": True}),
+        ("gptq-whole-rows", {"desc_act": True}),
+        ("compressed", {"actorder": "weight"}),
+        ("compressed", {"actorder": "static"}),
+        ("compressed-channel", {"actorder": "group"}),
+    ],
+)
+def test_an_order_that_need_not_be_stored(
+    name: str, values: dict[str, Any], convert: Converter, tmp_path: Path
+) -> None:
+    """Columns lie as they are grouped, or all of a row are one group."""
+    source, plain = make_quantized(tmp_path, change_weights(CASES[name], values), layers=1)
+    tensors = load_file(source / "model.safetensors")
+    change_folder(source, {key: None for key in tensors if key.endswith(".g_idx")})
+    convert(model_dir=source, dequantize=True, dtype="float32")
+    written = load_file(convert.output / "rank0.safetensors")
+    wanted = list_plain(plain)["attention.dense"].float()
+    assert torch.equal(written["transformer.layers.0.attention.dense.weight"], wanted)
+
+
+def change_weights(case: Case, values: dict[str, Any]) -> Case:
+    """Change what a section says of weights."""
+    section: dict[str, Any] = copy.deepcopy(dict(case.section))
+    groups = section.get("config_groups")
+    (section if groups is None else groups["group_0"]["weights"]).update(values)
+    return dataclasses.replace(case, section=section)
 
 
 KEPT = ["awq", "gptq", "compressed", "fp8-static", "fp8-channel", "modelopt-int4", "modelopt-nvfp4"]
