@@ -53,6 +53,10 @@ class StoredTensor:
     def num_rows(self) -> int:
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
     def read(self, start: int, stop: int) -> Array:
         """Bytes of rows [start, stop), uint8 [rows, row bytes]."""
         rows = np.empty((stop - start, self.row_bytes), np.uint8)
@@ -79,9 +83,15 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"has an alignment of {shorten(alignment)}")
-        begin = -(-self._position // alignment) * alignment
+        begin, expected_offset = _pad(self._position, alignment), 0
         for name, shape, kind, offset in infos:
+            if offset != expected_offset:  # as gguf.cpp of llama.cpp requires it
+                raise self._damaged(
+                    f"places {shorten(name)} at byte {offset} of its data, and the tensors before"
+                    f" it end at byte {expected_offset}, with alignment {alignment}"
+                )
             self._add(name, shape, kind, begin + offset)
+            expected_offset += _pad(self.tensors[name].num_bytes, alignment)
 
     def _damaged(self, fact: str) -> SpecDecError:
         return SpecDecError(
@@ -159,12 +169,16 @@ class GgufFile:
             raise self._damaged(f"gives {name} of type {kind} the shape {list(shape)}")
         row_bytes = shape[-1] // block * block_bytes if is_matrix else block_bytes
         stored = StoredTensor(self, name, kind, shape, offset, row_bytes)
-        if offset + stored.num_rows * row_bytes > self.size:
+        if offset + stored.num_bytes > self.size:
             raise self._damaged(
-                f"has {self.size} bytes, and {name} ends at byte"
-                f" {offset + stored.num_rows * row_bytes}"
+                f"has {self.size} bytes, and {name} ends at byte {offset + stored.num_bytes}"
             )
         self.tensors[name] = stored
+
+
+def _pad(position: int, alignment: int) -> int:
+    """Return the first aligned position from this one on."""
+    return -(-position // alignment) * alignment
 
 
 def open_parts(path: Path) -> tuple[list[GgufFile], dict[str, StoredTensor]]:

@@ -362,6 +362,48 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             continue
 
 
+def move_tensor(path: Path, name: str, num_bytes: int) -> int:
+    """Change where a file's header says that a tensor lies; return where it did."""
+    data = bytearray(path.read_bytes())
+    end = data.index(name.encode()) + len(name)
+    num_dimensions = int.from_bytes(data[end : end + 4], "little")
+    position = end + 4 + 8 * num_dimensions + 4  # beyond its shape and type
+    offset = int.from_bytes(data[position : position + 8], "little")
+    data[position : position + 8] = (offset + num_bytes).to_bytes(8, "little")
+    path.write_bytes(data)
+    return offset
+
+
+@pytest.mark.parametrize("num_bytes", [1, 32, -32, -4000])
+def test_tensors_follow_one_another(num_bytes: int, tmp_path: Path) -> None:
+    """As llama.cpp reads them: one that lies on another, or apart, belongs to a damaged file."""
+    shutil.copy(GOLDEN / "llama.gguf", tmp_path / "m.gguf")
+    name = "blk.0.ffn_gate.weight"
+    offset = move_tensor(tmp_path / "m.gguf", name, num_bytes)
+    fact = (
+        f"places '{name}' at byte {offset + num_bytes} of its data, and the tensors before it end"
+        f" at byte {offset}, with alignment 32"
+    )
+    with pytest.raises(SpecDecError, match=fact) as caught:
+        GgufModel(tmp_path / "m.gguf")
+    assert "truncated or damaged" in caught.value.hint
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 256])
+def test_tensors_are_padded_to_the_alignment_of_the_file(alignment: int, tmp_path: Path) -> None:
+    """Of vectors whose ends no usual alignment has, too."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(alignment)
+    arrays = {f"t{n}": np.arange(n, dtype=np.float32) for n in (1, 3, 70, 2)}
+    for name, array in arrays.items():
+        writer.add_tensor(name, array)
+    finish(writer)
+    file = gguf_file.GgufFile(tmp_path / "m.gguf")
+    for name, array in arrays.items():
+        rows = file.tensors[name].read(0, len(array))
+        np.testing.assert_array_equal(gguf_file.decode(rows, "F32").reshape(-1), array)
+
+
 # Texts that tokenizers trip over.
 TEXTS = (
     "Hello world", "  two  spaces ", "\n\n\tx\r\n y", "I'm you'RE 's", "12345 1a2b", "caf\u00e9",
