@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # started as a file
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.processes import read_commit
 from benchmarks.side_by_side.ways import LLAMA_CPP, PEERS, QUANTIZED
-from specdec.command.stages import take_sigterm
+from specdec.command.stages import take_ending_signals
 from specdec.files.reading import write_json
 from specdec.measure.machine import describe_machine
 
@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"{name}: {shlex.join(command)}")
         return
     try:
-        with take_sigterm():
+        with take_ending_signals():
             failed = run_steps(chosen, args.output_dir)
     except KeyboardInterrupt:
         raise SystemExit(f"error: stopped\nhint: what ended is in {args.output_dir}") from None

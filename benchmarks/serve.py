@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(ROOT))
 
-from specdec.command.stages import take_sigterm
+from specdec.command.stages import take_ending_signals
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 from specdec.system.threads import calm_threads
@@ -76,7 +76,7 @@ def main(words: list[str] | None = None) -> None:
     args = parse_args(words)
     calm_threads()
     try:
-        with take_sigterm():  # servers that were started are ended
+        with take_ending_signals():  # servers that were started are ended
             report, holds = measure(args)
     except KeyboardInterrupt:
         raise SystemExit("error: stopped") from None

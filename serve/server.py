@@ -235,6 +235,9 @@ class Http(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self.handle_exit)
+            hangup = getattr(signal, "SIGHUP", None)  # which Windows has not
+            if hangup is not None and callable(signal.getsignal(hangup)):  # nohup ignores it
+                signal.signal(hangup, self.handle_exit)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; the process then ends with status 0, as the signal asked."""

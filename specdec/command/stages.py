@@ -265,7 +265,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     try:
         raise_at_sigint()
         # A launcher's process may wait for others, where Python's handlers do not run.
-        with contextlib.nullcontext() if _is_launched() else take_sigterm():
+        with contextlib.nullcontext() if _is_launched() else take_ending_signals():
             status = command.main(arguments, standalone_mode=False)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -296,6 +296,10 @@ class Terminated(KeyboardInterrupt):
     """Interrupt by SIGTERM, which ends the work as Ctrl-C does."""
 
 
+class HungUp(KeyboardInterrupt):
+    """Interrupt by SIGHUP, which a terminal sends that is closed."""
+
+
 def raise_at_sigint() -> None:
     """Undo `end_by_sigint` of entry.py: from here on Ctrl-C is an exception."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -323,18 +327,35 @@ def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def take_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the body as Ctrl-C does, so that it leaves nothing half-written behind."""
+def take_ending_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body as Ctrl-C does, so that nothing half-written is left."""
     if (
         threading.current_thread() is not threading.main_thread()
     ):  # only the main thread may set handlers
         yield
         return
-    earlier_handler = signal.signal(signal.SIGTERM, make_handler(Terminated))
+    earlier_handlers: dict[int, Any] = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, make_handler(Terminated))
+    }
+    hangup = getattr(signal, "SIGHUP", None)  # which Windows has not
+    if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:  # nohup ignores it
+        earlier_handlers[hangup] = signal.signal(hangup, _make_hangup_handler())
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, earlier_handler)
+        for number, handler in earlier_handlers.items():
+            signal.signal(number, handler)
+
+
+def _make_hangup_handler() -> Callable[..., None]:
+    """Return the handler of SIGHUP; shell and kernel both send it, and one must end the work."""
+    handle = make_handler(HungUp)
+
+    def handle_first(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        handle(number, frame)
+
+    return handle_first
 
 
 def _is_launched() -> bool:
@@ -392,13 +413,14 @@ def _explain_usage(error: click.ClickException) -> tuple[str, str]:
 
 
 def _explain_interrupt(error: BaseException) -> tuple[int, str, str]:
-    """Return the exit status, the fact and the remedy for Ctrl-C or SIGTERM."""
+    """Return the exit status, the fact and the remedy for Ctrl-C, SIGTERM or SIGHUP."""
     chain = [error]  # click's Abort has the interrupt as its cause
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
     hint = next(filter(None, map(str, chain)), _AGAIN_HINT)  # an interrupt's text is a hint
-    if any(isinstance(link, Terminated) for link in chain):
-        return 143, "ended by SIGTERM", hint
+    for kind, status, name in ((Terminated, 143, "SIGTERM"), (HungUp, 129, "SIGHUP")):
+        if any(isinstance(link, kind) for link in chain):
+            return status, f"ended by {name}", hint
     return 130, "interrupted", hint
 
 

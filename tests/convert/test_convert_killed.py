@@ -73,7 +73,8 @@ def test_killed_conversion(
 
 # The command in a process of its own with more jobs waiting than writers, when something ends it.
 CROWDED = """
-import errno, os, sys, threading, time
+import errno, os, signal, sys, threading, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
 from specdec.command import stages as command
 from specdec.convert import cli, plan, stream
 
@@ -109,6 +110,7 @@ command.run_command(cli.command, ["--model-dir", model, "--output-dir", output, 
     [
         (signal.SIGINT, 130, "error: interrupted"),
         (signal.SIGTERM, 143, "error: ended by SIGTERM"),
+        (signal.SIGHUP, 129, "error: ended by SIGHUP"),
         ("full disk", 1, "No space left on device"),
     ],
 )

@@ -389,6 +389,35 @@ entry.{stage}()
 """
 
 
+HUNG_UP = """
+import os, signal
+from specdec.command.stages import HungUp, take_ending_signals
+signal.signal(signal.SIGHUP, signal.{handler})
+try:
+    with take_ending_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("cleaned up")
+    print("not ended")
+except HungUp:
+    print("ended")
+assert signal.getsignal(signal.SIGHUP) is signal.{handler}
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGHUP")
+@pytest.mark.parametrize(("handler", "end"), [("SIG_DFL", "ended"), ("SIG_IGN", "not ended")])
+def test_a_closed_terminal_ends_the_work_once(handler: str, end: str) -> None:
+    """Shell and kernel both send it: the second stops no cleaning up. `nohup` ignores both."""
+    code = HUNG_UP.format(handler=handler)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["cleaned up", end]
+    assert done.returncode == 0
+    assert not done.stderr
+
+
 @pytest.mark.parametrize("stage", ["main", "run"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_while_python_imports_leaves_no_traceback(name: str, stage: str) -> None:

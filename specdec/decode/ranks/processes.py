@@ -43,6 +43,9 @@ GRACE_SECONDS = 10.0
 INTERRUPT_SECONDS = 2.0  # from Ctrl-C until ranks that rank 0 still waits for are ended by force
 END_SECONDS = 5.0  # that ranks have to end after they were told to
 STATUS_BYTES = 2048  # of a rank's report on what it loaded
+ENDING_SIGNALS = {  # Windows has no SIGHUP
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+}
 LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in sysexits.h
 
 
@@ -376,11 +379,11 @@ class Ranks:
                 self._give_up(explained, 130 if is_interrupted else 1)
 
     def _take_interrupt(self) -> bool:
-        """Return whether Ctrl-C or SIGTERM has come since the last call."""
+        """Return whether Ctrl-C, SIGTERM or SIGHUP has come since the last call."""
         if self._signals is None:
             return False
         try:
-            return not {signal.SIGINT, signal.SIGTERM}.isdisjoint(os.read(self._signals, 4096))
+            return not ENDING_SIGNALS.isdisjoint(os.read(self._signals, 4096))
         except BlockingIOError:  # nothing has come
             return False
 
