@@ -138,6 +138,7 @@ class Family:
         is_tied = is_tied and not self.stores_other_head(folder)
         layout = self._choose_sharing(folder, layout, is_tied=is_tied)
         values = self.read_config(reader, layout)
+        _refuse_bidirectional(reader)
         reader.finish()
         for name, value, is_interleaved in list_layouts(folder.config):
             if is_interleaved:
@@ -262,6 +263,18 @@ class Family:
         if name.startswith(self.prefixes[0]):
             name = prefix + name.removeprefix(self.prefixes[0])
         return dataclasses.replace(rows, name=f"{name.format(layer=layer, expert=expert)}.{kind}")
+
+
+def _refuse_bidirectional(reader: ConfigReader) -> None:
+    """Note a model whose tokens attend to later ones, as transformers 5 computes any family's.
+
+    It takes null for false where it masks by itself, and for true where torch does.
+    """
+    if (is_causal := reader.config.get("is_causal", True)) is not True:
+        reader.refuse(
+            f"is_causal is {shorten(is_causal)}: tokens that attend to later ones write no text",
+            "give a model of text; if this is one, set is_causal to true",
+        )
 
 
 def _choose_naming(
