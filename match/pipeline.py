@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.checkpoint.config import CheckpointConfig
 from specdec.command.stages import load_command
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, summarize
 from specdec.files.acceptance import read_acceptance
 from specdec.files.folders import MODEL, MTP, find_gguf, look_at, recognize_drafter
 from specdec.files.origin import is_same, list_folder_names, read_training
@@ -107,6 +107,11 @@ def judge(target: Target, candidate: Candidate) -> dict[str, Any]:
     except OSError as error:
         fact = f"{error.filename or candidate.path}: {error.strerror or error}"
         entry["reasons"] = [{"fact": fact, "remedy": "check the path and its permissions"}]
+    except Exception as error:  # noqa: BLE001 - a fault with one candidate hides no other
+        logger.debug("%s", candidate.path, exc_info=True)
+        fact = f"{candidate.path}: unexpected {type(error).__name__}: {summarize(error)}"
+        remedy = "this is a fault in specdec: convert it with --debug, and report the traceback"
+        entry["reasons"] = [{"fact": fact, "remedy": remedy}]
     return entry
 
 

@@ -353,9 +353,10 @@ def _read_granite(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_logit_scale(data: Metadata) -> float:
     """Read the divisor of logits, which a file of Granite 4 need not have, or as 0."""
-    if data.name == "granitehybrid":
-        return float(data.get("logit_scale") or 1.0)
-    return float(data.need("logit_scale"))
+    if data.name == "granitehybrid" and data.get("logit_scale") in (None, 0):
+        return 1.0
+    data.need("logit_scale")
+    return data.positive("logit_scale", 1.0)
 
 
 def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +407,7 @@ def _read_granite_moe(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     data.used_keys.update(MAMBA_KEYS)
     if data.name == "granitehybrid" and not data.get("expert_count", 0):
         experts = {"num_local_experts": 0}
-        shared_inner = config["intermediate_size"]
+        shared_inner = data.count("feed_forward_length")
     else:
         experts = {
             "num_local_experts": data.count("expert_count"),

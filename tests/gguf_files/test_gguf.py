@@ -220,6 +220,26 @@ def test_what_is_not_read_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("name", "key", "value", "fact"),
+    [
+        ("granite", "granite.logit_scale", "x", "granite.logit_scale is 'x', not a positive"),
+        ("granite", "granite.logit_scale", ["x"], "granite.logit_scale is 'x', not a positive"),
+        ("granite", "granite.logit_scale", [1.0, 2.0], "logit_scale differs from layer to layer"),
+        ("granite", "granite.logit_scale", 0.0, "granite.logit_scale is 0.0, not a positive"),
+        ("granite_hybrid", "granitehybrid.logit_scale", "x", "logit_scale is 'x', not a positive"),
+        ("granite_hybrid_dense", "granitehybrid.feed_forward_length", 0,
+         "feed_forward_length is 0, not a whole number"),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_refused(
+    name: str, key: str, value: Any, fact: str, tmp_path: Path
+) -> None:
+    edit(GOLDEN / f"{name}.gguf", tmp_path / "m.gguf", {key: value})
+    with pytest.raises(SpecDecError, match=fact):
+        GgufModel(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
     ("name", "source"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")]
 )
 def test_the_text_models_of_those_that_see(name: str, source: str, tmp_path: Path) -> None:

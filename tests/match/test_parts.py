@@ -190,3 +190,23 @@ def test_a_match_of_two(models: Path, tmp_path: Path) -> None:
     assert sorted(models.rglob("*")) == before
     with pytest.raises(SpecDecError, match="does not exist"):
         match_drafters(dataclasses.replace(settings, among=[str(tmp_path / "none")]))
+
+
+def test_a_fault_with_one_candidate_hides_no_other(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is raised for one is its reason; the others are held against the target."""
+    hold = DrafterMatcher.hold
+
+    def fail(self: DrafterMatcher, folder: str, option: str) -> Any:
+        if folder.endswith("narrow"):
+            raise ZeroDivisionError("oh\nno")
+        return hold(self, folder, option)
+
+    monkeypatch.setattr(DrafterMatcher, "hold", fail)
+    report = match_drafters(MatchSettings(model_dir=str(models / "target"), among=[str(models)]))
+    first, second = report["candidates"]
+    assert first["fits"]
+    fact = f"{models / 'narrow'}: unexpected ZeroDivisionError: oh"
+    assert [reason["fact"] for reason in second["reasons"]] == [fact]
+    assert "fault in specdec" in second["reasons"][0]["remedy"]
