@@ -70,6 +70,7 @@ WHOLE_WORD_SPLITS = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
 )  # fmt: skip
 BOS_SPLITS = WHOLE_WORD_SPLITS
+MAX_PIECE = 1024  # characters of a SentencePiece token, each of whose divisions is looked up
 # Keys by which a tokenizer would do what it does not do here -> the value of each that says so.
 PLAIN: dict[str, Any] = {
     "remove_extra_whitespaces": False, "escape_whitespaces": True, "add_sep_token": False,
@@ -283,6 +284,12 @@ class TokenizerMaker:
         scores = self.metadata.get(PREFIX + "scores") or []
         if len(scores) != len(self.tokens):
             self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")
+        longest_token = max(self.tokens, key=len)
+        if len(longest_token) > MAX_PIECE:
+            self.refuse(
+                f"the token {shorten(longest_token)} of {len(longest_token)} characters, more than"
+                f" {MAX_PIECE}"
+            )
         vocab = {t for t, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE}
         # Of equal scores the longer left half first, as Hugging Face's converter has it.
         merges = [

@@ -653,6 +653,21 @@ def test_malformed_tokenizers_are_refused(
     assert "give --tokenizer-dir" in capsys.readouterr().err
 
 
+def test_a_token_without_end_is_refused(tmp_path: Path) -> None:
+    """All of its divisions were looked up, which took minutes for a file of a megabyte."""
+    metadata = list_metadata("llama", prefix=False)
+    tokens = metadata["tokens"]
+
+    def make(length: int) -> None:
+        metadata["tokens"] = [*tokens[:-1], "x" * length]
+        TokenizerMaker(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in metadata.items()}).make()
+
+    make(1024)
+    with pytest.raises(SpecDecError, match="of 1000000 characters, more than 1024") as caught:
+        make(1_000_000)
+    assert len(caught.value.message) < 500
+
+
 def test_an_id_beyond_the_vocabulary_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
