@@ -41,7 +41,12 @@ from specdec.model.config_reader import Rotary
 from specdec.model.wrappers import NAMES, WRAPPERS
 from specdec.system.logs import get_logger
 from specdec.text.pretrained_config import NEWER, adapt_config, check_rotary
-from specdec.text.pretrained_tokenizer import find_files, open_by_class, open_tokenizer
+from specdec.text.pretrained_tokenizer import (
+    CONFIG_FILE,
+    find_files,
+    open_by_class,
+    open_tokenizer,
+)
 
 # Files that may name Python to run, and the keys by which they do.
 CODE_FILES = ("config.json", "tokenizer_config.json", "processor_config.json")
@@ -65,6 +70,12 @@ def load_tokenizer(source: str | Path, flag: str = "--tokenizer-dir") -> Any:
             f"{flag} {source}: the tokenizer holds special tokens alone ({len(tokenizer)})",
             "copy or download the file with its vocabulary too: tokenizer.json, tokenizer.model, or"
             " vocab.json and merges.txt",
+        )
+    if not isinstance(tokenizer.model_max_length, (int, float)):  # compared with each text's
+        raise SpecDecError(
+            f"{flag} {source}: model_max_length in {CONFIG_FILE} is"
+            f" {shorten(tokenizer.model_max_length)}, not a number",
+            "correct it, or take it out",
         )
     return tokenizer
 

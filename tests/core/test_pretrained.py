@@ -234,6 +234,21 @@ def test_tokenizer_json_is_loaded_without_the_class_that_chooses_one(tmp_path: P
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("value", ["many", ["2048"]])
+def test_a_longest_text_that_is_no_number(value: Any, tmp_path: Path) -> None:
+    """Which transformers compares with the number of tokens of each text."""
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    path = folder / "tokenizer_config.json"
+    keys = json.loads(path.read_text())
+    path.write_text(json.dumps(keys | {"model_max_length": value}))
+    with pytest.raises(SpecDecError, match="model_max_length in .* is .*, not a number") as caught:
+        load_tokenizer(folder)
+    assert caught.value.hint == "correct it, or take it out"
+    for number in (1e30, 5, None):
+        path.write_text(json.dumps(keys | {"model_max_length": number}))
+        assert len(load_tokenizer(folder)("a b c d e f g h")["input_ids"]) > 5
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
