@@ -460,7 +460,8 @@ def sum_stats(results: Sequence[HasStats]) -> dict[str, float | None]:
     tokens = sum(r.stats.num_output_tokens for r in results)
     steps = sum(r.stats.num_verify_steps for r in results)
     depth = sum(r.stats.num_draft_depth for r in results)
-    emitted = sum(r.stats.num_output_tokens - 1 for r in results)
+    # The prompt's pass gives the first; one that was interrupted before it has none.
+    emitted = sum(max(0, r.stats.num_output_tokens - 1) for r in results)
     accepted = sum(r.stats.num_accepted for r in results)
     values = {
         "num_output_tokens": tokens,

@@ -53,3 +53,6 @@ def test_statistics_of_known_steps() -> None:
     stats.count_step(num_draft_tokens=0, depth=0, num_accepted=0)
     assert stats.to_json()["num_drafted_steps"] == 2
     assert totals["acceptance_length"] == 2.0
+    not_begun = RequestStats(accepted_histogram=[0])  # as an interrupt leaves requests that wait
+    totals = sum_stats([SimpleNamespace(stats=each) for each in (stats, not_begun)])
+    assert totals["acceptance_length"] == round(4 / 3, 4)
