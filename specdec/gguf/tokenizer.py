@@ -70,6 +70,8 @@ WHOLE_WORD_SPLITS = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
 )  # fmt: skip
 BOS_SPLITS = WHOLE_WORD_SPLITS
+TEMPLATE = "tokenizer.chat_template"  # the usual one; others have a name after it
+TEMPLATE_NAMES = "tokenizer.chat_templates"  # a list of these names
 MAX_PIECE = 1024  # characters of a SentencePiece token, each of whose divisions is looked up
 # Keys by which a tokenizer would do what it does not do here -> the value of each that says so.
 PLAIN: dict[str, Any] = {
@@ -132,9 +134,8 @@ class TokenizerMaker:
             value = self.metadata.get(PREFIX + key, False)
             if type(value) is not bool:
                 self.refuse(f"{PREFIX}{key} {shorten(value)}, which is neither true nor false")
+        self._check_templates()
         for key, value in self.metadata.items():
-            if key.startswith("tokenizer.chat_template") and not isinstance(value, (str, list)):
-                self.refuse(f"{key} {shorten(value)}, which is no text")
             is_beyond = type(value) is not int or not 0 <= value < len(self.tokens)
             if key.startswith(PREFIX) and key.endswith("_token_id") and is_beyond:
                 logger.warning(
@@ -144,6 +145,13 @@ class TokenizerMaker:
         scores = self.metadata.get(PREFIX + "scores") or []
         if not all(map(math.isfinite, scores)):
             self.refuse("scores that are no finite numbers")
+
+    def _check_templates(self) -> None:
+        """Raise SpecDecError for a chat template that is no text."""
+        for key, value in self.metadata.items():
+            is_template = key.startswith(TEMPLATE) and key != TEMPLATE_NAMES
+            if is_template and not isinstance(value, str):
+                self.refuse(f"{key} {shorten(value)}, which is no text")
 
     def refuse(self, fact: str) -> NoReturn:
         """Raise SpecDecError."""
@@ -179,12 +187,12 @@ class TokenizerMaker:
                 for token in self._list_added()
             },
         }  # fmt: skip
-        key, template = "tokenizer.chat_template", self.metadata.get("tokenizer.chat_template")
+        template = self.metadata.get(TEMPLATE)
         templates = {} if template is None else {"default": template}
         templates |= {
-            template_key.removeprefix(f"{key}."): text
-            for template_key, text in self.metadata.items()
-            if template_key.startswith(f"{key}.")
+            key.removeprefix(f"{TEMPLATE}."): text
+            for key, text in self.metadata.items()
+            if key.startswith(f"{TEMPLATE}.")
         }  # fmt: skip
         if templates:
             config["chat_template"] = template if list(templates) == ["default"] else [

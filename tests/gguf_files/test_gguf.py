@@ -653,6 +653,20 @@ def test_malformed_tokenizers_are_refused(
     assert "give --tokenizer-dir" in capsys.readouterr().err
 
 
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """By the file's name; a list of the names of further templates is none of them."""
+    metadata = list_metadata("gpt2", prefix=False)
+    named = {f"tokenizer__ggml__{key}": value for key, value in metadata.items()}
+    file = tmp_path / "m.gguf"
+    for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
+        write_gguf(file, **named | {key.replace(".", "__"): ["{{ 1 }}", "{{ 2 }}"]})
+        with pytest.raises(SpecDecError, match=f"m.gguf has what is not read: {key} .*no text"):
+            load_tokenizer(file)
+    named["tokenizer__chat_templates"] = ["tool_use"]
+    write_gguf(file, tokenizer__chat_template="{{ 1 }}", **named)
+    assert load_tokenizer(file).chat_template == "{{ 1 }}"
+
+
 def test_a_token_without_end_is_refused(tmp_path: Path) -> None:
     """All of its divisions were looked up, which took minutes for a file of a megabyte."""
     metadata = list_metadata("llama", prefix=False)
