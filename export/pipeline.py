@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,22 +117,30 @@ def compare_target(source: Source, model_dir: str) -> Problems:
     Keys under other names, and a target on the Hub, are not compared.
     """
     problems, path = Problems(), Path(localize(model_dir)) / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    text_config = config.get("text_config")
-    sizes = text_config if isinstance(text_config, dict) else config
-    facts = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    architectures = config.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    # Others may be written under the name of an architecture that computes the same.
-    facts["architecture"] = architecture if architecture in MODEL_TYPES else None
+    facts = read_target_facts(read_json(path) if path.is_file() else {})
+    if facts.get("vocab_size", 0) < source.model.vocab_size:  # a merged adapter may enlarge it
+        facts.pop("vocab_size", None)
     for name, value in facts.items():
-        if value is not None and value != (expected := getattr(source.model, name)):
+        if value != (expected := getattr(source.model, name)):
             problems.add(
                 f"--model-dir {model_dir} has {name} {value}, the target of {source.folder} has"
                 f" {expected}",
                 "give the target that the checkpoint was converted from",
             )
     return problems
+
+
+def read_target_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a target's sizes, and its architecture where no other computes alike."""
+    text_config = config.get("text_config")
+    sizes = text_config if isinstance(text_config, dict) else config
+    facts = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    facts = {name: value for name, value in facts.items() if type(value) is int}
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    if names[:1] and names[0] in MODEL_TYPES:
+        facts["architecture"] = names[0]
+    return facts
 
 
 def add_companions(settings: ExportSettings, contents: Contents) -> None:

@@ -292,7 +292,7 @@ class TokenizerMaker:
         scores = self.metadata.get(PREFIX + "scores") or []
         if len(scores) != len(self.tokens):
             self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")
-        longest_token = max(self.tokens, key=len)
+        longest_token = max(self.tokens, key=len, default="")
         if len(longest_token) > MAX_PIECE:
             self.refuse(
                 f"the token {shorten(longest_token)} of {len(longest_token)} characters, more than"
