@@ -93,6 +93,8 @@ MODELS = [
          keys(rope_parameters="ABSENT")),
     Case("models that read text in both directions write none, and are not supported", "gemma3",
          keys(use_bidirectional_attention=True), None),
+    Case("give a model of text; if this is one, set is_causal to true", "llama",
+         keys(is_causal=False), keys(is_causal=True)),
     Case("Gemma's activation is the tanh form of gelu, gelu_pytorch_tanh", "gemma2",
          keys(hidden_activation="gelu"), keys(hidden_activation="gelu_pytorch_tanh")),
     Case("no Gemma 3 caps its scores, and transformers takes no notice of it: give null",
@@ -489,6 +491,9 @@ QUANTIZED = [
          tensors({f"{Q}.weight_scale": lambda t: t / 0}), again),
     Case("the file is damaged: copy or download the folder again", "gptq-act-order",
          tensors({f"{Q}.g_idx": lambda t: 0 * t}), again),
+    Case("copy or download the folder again; a tool that wrote it without that tensor has lost the"
+         " order: get the model from its origin", "gptq-act-order",
+         tensors({f"{Q}.g_idx": None}), again),
     Case("correct group_size of its config.json, or convert the unquantized model", "gptq",
          section(group_size=48), section(group_size=32)),
     Case("get the model in checkpoint_format gptq_v2, or convert the unquantized model",

@@ -77,6 +77,12 @@ CONFIGS = [
          " max_position_embeddings to that ({}) and remove {}", "llama",
          keys(rope_parameters=YARN | {"llama_4_scaling_beta": 0.1}, max_position_embeddings=128),
          keys(rope_parameters=YARN, max_position_embeddings=32)),
+    Case("write {} into rope_scaling, with the length that the model was trained with before it"
+         " was scaled", "llama",
+         keys(rope_parameters="ABSENT", rope_scaling={"type": "yarn", "factor": 4.0},
+              original_max_position_embeddings=32),
+         keys(rope_scaling={"type": "yarn", "factor": 4.0,
+                            "original_max_position_embeddings": 32})),
     Case("give {}, {}", "llama", keys(hidden_size="ABSENT"), keys(hidden_size=64)),
     Case("the supported kinds are {}", "llama", keys(rope_parameters=YARN | {"rope_type": "yarm"}),
          keys(rope_parameters=YARN, max_position_embeddings=128)),
