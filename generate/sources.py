@@ -27,7 +27,7 @@ KEY_LENGTH = 16
 def describe_model(model_dir: str) -> dict[str, Any]:
     """Identify a model: a folder by its files' names and status, a Hub id by its commit.
 
-    A file that is replaced has another inode or time of change, also where size and time of
+    A file that is replaced has another time of change, also where size and time of
     modification are kept, as `cp -p` and rsync keep them.
     """
     path = Path(model_dir)
@@ -47,8 +47,7 @@ def describe_model(model_dir: str) -> dict[str, Any]:
     return {
         "path": str(path),
         "files": {
-            name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-            for name, stat in stats.items()
+            name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()
         },
     }
 
