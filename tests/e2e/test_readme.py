@@ -88,7 +88,7 @@ MEASURED = {
     "prompt_lookup": ("prompt lookup of 8", "prompt lookup of 8, budget auto"),
     "suffix": ("suffix of 8", "suffix of 8, budget auto"),
     "lookahead": ("lookahead [4,4,4]", "lookahead [4,4,4], budget auto"),
-    "draft_target": ("draft model, tree of 8, budget auto",) * 2,
+    "draft_target": ("draft model, tree of 8", "draft model, tree of 8, budget auto"),
     "medusa": ("Medusa", "Medusa, budget auto"),
     "eagle": ("EAGLE-3", "EAGLE-3, budget auto"),
     "dflash": ("DFlash", "DFlash, budget auto"),
