@@ -120,6 +120,16 @@ def test_the_text_is_that_of_plain_decoding(
     engine.close()
 
 
+@pytest.mark.parametrize("chain", ["suffix,mtp", "suffix+mtp"])
+def test_the_first_step_may_be_the_last_of_all_its_requests(parent: Path, chain: str) -> None:
+    """A fixed budget drafts in it, too, though no plan was made before."""
+    requests = [dataclasses.replace(r, max_output_len=2) for r in make_requests()]
+    plain = TorchEngine(parent / "pair-engine", device="cpu", speculate=False)
+    expected = [r.output_ids for r in plain.generate(requests)]
+    results = load(parent, "mtp", chain, **SUFFIX).generate(requests)
+    assert [r.output_ids for r in results] == expected
+
+
 def test_accepted_tokens_come_from_every_member(parent: Path) -> None:
     """By the real record, on a text in which both are right now and then."""
     engine = load(parent, "pair", "suffix,draft_target", **SUFFIX)

@@ -86,7 +86,8 @@ class Pace:
         self._estimate_steps = functools.lru_cache(maxsize=32)(
             lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
         )
-        self._step_seconds = [0.0]  # of a plain step, and of one that verifies each size
+        # Of a plain step, and of one that verifies each size; before the first plan there was none.
+        self._step_seconds = [0.0] * len(nodes)
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._loss_allowance = math.inf  # seconds that the step may lose
