@@ -374,12 +374,14 @@ class GptqMatrix(IntMatrix):
 class PackedMatrix(IntMatrix):
     """compressed-tensors' pack-quantized: [out, in], several inputs a word.
 
-    is_ordered: whether groups are those of inputs in the order of activations.
+    is_ordered: whether groups are those of inputs in the order of activations. needs_zeros: whether
+    all groups have zeros of their own, by the section.
     """
 
     def __init__(
-        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool = False
-    ) -> None:
+        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool = False,
+        needs_zeros: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(folder, stem, group_size)
         self.bits = bits
         per_word = 32 // bits
@@ -396,7 +398,7 @@ class PackedMatrix(IntMatrix):
         shapes = [(num_outputs, self.num_groups)] + [(num_outputs,)] * (self.num_groups == 1)
         self.dtype = folder.tensors[self.get("weight_scale", FLOATS, *shapes)].dtype
         self.zeros: str | None = None
-        if self.has("weight_zero_point"):
+        if needs_zeros or self.has("weight_zero_point"):
             shape = (-(-num_outputs // per_word), self.num_groups)
             self.zeros = self.get("weight_zero_point", ("int32",), shape)
         self.set_groups("weight_g_idx", is_stored=is_ordered)

@@ -279,9 +279,11 @@ def _read_compressed(section: Section) -> Scheme:
     kind, bits, strategy, size, block, inputs, is_ordered = _read_groups(section, groups)
     is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
     if kind == "int" and is_packed and bits in (4, 8):
+        symmetries = [group["weights"].get("symmetric") for group in groups.values()]
         maker = functools.partial(
-            matrices.PackedMatrix, group_size=size, bits=bits, is_ordered=is_ordered
-        )
+            matrices.PackedMatrix, group_size=size, bits=bits, is_ordered=is_ordered,
+            needs_zeros=all(value is False for value in symmetries),
+        )  # fmt: skip
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
     if (kind, bits) == ("float", 8) and format_name in FLOAT_FORMATS:

@@ -447,6 +447,7 @@ def damage(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("gptq", "extra", lambda t: torch.ones(1), "would not use"),
         ("compressed", "weight_shape", lambda t: t * 2, "weight_packed is int32"),
         ("compressed", "weight_shape", lambda t: -t, "weight_shape is [-64, -64]"),
+        ("compressed-asymmetric", "weight_zero_point", lambda t: None, "lacks model.layers.0.self"),
         ("modelopt-int4", "pre_quant_scale", lambda t: 2 * t, "different scales of their inputs"),
         ("gptq-act-order", "g_idx", lambda t: t.flip(0), "different orders of their inputs"),
         ("modelopt-nvfp4", "weight_scale_2", lambda t: 2 * t, "have different weight_scale_2"),
