@@ -26,12 +26,14 @@ TOOLS = ToolFormat(
     begin="<|channel|>commentary", arguments="", name_text=" <|constrain|>json<|message|>",
     prefix=f"<|channel|>commentary to={NAMESPACE}",
 )  # fmt: skip
-# A header up to its end, as far as it has come.
+# A header up to its end, as far as it has come. White space belongs to what stands after it: a
+# pattern with several places for it would try all its divisions.
 _HEADER = re.compile(
-    r"\s*(?:<\|start\|>\s*\w*|assistant)?(?P<to>\s*to=[^\s<]*)?"
-    r"\s*(?P<channel><\|channel\|>\s*\w*)?(?P<then>\s*to=[^\s<]*)?"
-    r"\s*(?P<kind><\|constrain\|>)?\s*\w*\s*"
+    r"(?=(?P<space>\s*))(?P=space)(?:<\|start\|>(?:\s*[^\s<]+)?|assistant)?(?P<to>\s*to=[^\s<]*)?"
+    r"(?P<channel>\s*<\|channel\|>(?:\s*\w+)?)?(?P<then>\s*to=[^\s<]*)?"
+    r"(?P<kind>\s*<\|constrain\|>)?(?:\s*\w+)?\s*"
 )
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 Message = dict[str, Any]
 
 
@@ -80,8 +82,10 @@ class HarmonyParser(Parser):
         """Read a message's header; return None for text without one, which is content."""
         while True:
             end = self._text.find(MESSAGE, self._position)
-            stop = len(self._text) if end < 0 else end
-            match = _HEADER.fullmatch(self._text, self._position, self._cut_half(stop))
+            stop = self._cut_half() if end < 0 else end
+            match = _HEADER.fullmatch(self._text, self._position, stop)
+            if match is None and self._text.startswith(START, self._position):
+                return (yield from self._read_odd_header())
             if match is None or (self._is_over and end < 0 and not self._has_mark(match)):
                 return Header("", "")
             if end >= 0:
@@ -93,12 +97,27 @@ class HarmonyParser(Parser):
                 return None
             yield
 
-    def _cut_half(self, stop: int) -> int:
-        """Return the end of a text without half a mark that may stand there."""
-        start = self._text.rfind("<", self._position, stop)
-        half = self._text[start:stop]
+    def _read_odd_header(self) -> Reading[Header]:
+        """Read a header that breaks the format; without its end, what it holds is content."""
+        self._position += len(START)
+        if (yield from self._has(self._position, "assistant")):
+            self._position += len("assistant")
+        while True:
+            end, marker = self._find_first((MESSAGE, START, *ENDS))
+            if marker == MESSAGE:
+                channel = _CHANNEL.search(self._text, self._position, end)
+                self._position = end + len(MESSAGE)
+                return Header(channel[1] if channel is not None else "", "")
+            if marker or self._is_over:
+                return Header("", "")
+            yield
+
+    def _cut_half(self) -> int:
+        """Return the end of the text without half a mark that may stand there."""
+        start = self._text.rfind("<", self._position)
+        half = self._text[start:]
         is_half = start >= 0 and any(mark.startswith(half) and mark != half for mark in MARKS)
-        return start if is_half else stop
+        return start if is_half else len(self._text)
 
     @staticmethod
     def _has_mark(match: re.Match[str]) -> bool:
@@ -130,7 +149,8 @@ class HarmonyParser(Parser):
     def _separate(self, field: str) -> Reading[None]:
         """Put an empty line between two messages of one field, where the second has a text."""
         position = yield from self._skip(self._position)
-        if position < len(self._text) and not self._text.startswith("<|", position):
+        is_mark = yield from self._has(position, "<|")
+        if position < len(self._text) and not is_mark:
             self._texts[field] += "\n\n"
             self._deltas.append({field: "\n\n"})
             self._position = position

@@ -73,6 +73,22 @@ ANSWERS: dict[str, tuple[str, Parts]] = {
     "no header": ("hello there, to all", ("hello there, to all", "", [])),
     "one word": ("hello", ("hello", "", [])),
     "a header that is cut off": (f"{ANALYSIS}Hm.{NEXT}<|channel|>comm", ("", "Hm.", [])),
+    "a result that the model makes up": (
+        f"{ANALYSIS}Hm.<|end|><|start|>functions.find to=assistant<|channel|>commentary<|message|>"
+        f"[]{NEXT}{FINAL}Yes",
+        ("Yes", "Hm.\n\n[]", []),
+    ),
+    "a header with a comma": (
+        f"{ANALYSIS}Hm.{NEXT}<|channel|>final, then<|message|>Yes", ("Yes", "Hm.", [])
+    ),
+    "a channel with two words": (
+        f"{NEXT}<|channel|>analysis of it, <|message|>Hm.{NEXT}{FINAL}Yes", ("Yes", "Hm.", [])
+    ),
+    "a second text without a header": (
+        f"{FINAL}Yes.{NEXT} and no.{NEXT}{FINAL}So", ("Yes.\n\nand no.\n\nSo", "", [])
+    ),
+    "a header without an end": (f"{FINAL}Yes{NEXT} and, <|end|>", ("Yes\n\nand,", "", [])),
+    "an empty message at last": (f"{FINAL}Yes{NEXT}{FINAL}<|return|>", ("Yes", "", [])),
     "nothing": ("", ("", "", [])),
 }  # fmt: skip
 
@@ -85,6 +101,14 @@ def test_the_parts_of_an_answer(name: str) -> None:
     assert parse(list(text)) == parts
     for at in range(len(text)):
         assert parse([text[:at], text[at:]]) == parts, at
+
+
+def test_white_space_in_place_of_a_header_takes_no_time() -> None:
+    """A model that repeats itself writes thousands."""
+    space = "\n" * 3000
+    assert parse([f"{space}no header, "])[0] == f"{space}no header, "
+    assert parse([f"{ANALYSIS}Hm.{NEXT}{space}no, "])[0].strip() == "no,"
+    assert parse([f"{NEXT}<|channel|>{space}final{space}a, <|message|>Yes"])[0] == "Yes"
 
 
 def test_a_call_that_nobody_offered_is_content() -> None:
