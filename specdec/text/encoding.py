@@ -6,6 +6,7 @@ text where it stands in a message, unless --allow-special-tokens is given.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -225,6 +226,9 @@ def _encode_messages(
     ]
     names = None if settings.allow_special_tokens else find_names(tokenizer)
     marked_messages = messages if names is None else names.hide(messages)
+    if names is not None and prompt.chat_template_kwargs:  # tools among them
+        variables = names.hide(prompt.chat_template_kwargs)
+        prompt = dataclasses.replace(prompt, chat_template_kwargs=variables)
     text = render_chat(prompt, marked_messages, tokenizer)
     if not is_whole(text):
         raise PromptError(
@@ -283,10 +287,10 @@ def render_chat(prompt: Prompt, messages: Any, tokenizer: Any) -> str:
 class SpecialNames:
     """Names of a tokenizer's special tokens, which it keeps apart from equal text in messages.
 
-    Before a template is rendered, names in messages are replaced by marks, which nobody can write
-    who does not know the process's own number. What is rendered then has a name only where the
-    template wrote it. A copy of the tokenizer knows its special tokens by other marks, so that all
-    names are text to it.
+    Before a template is rendered, names in messages and in its variables are replaced by marks,
+    which nobody can write who does not know the process's own number. What is rendered then has a
+    name only where the template wrote it. A copy of the tokenizer knows its special tokens by other
+    marks, so that all names are text to it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -297,11 +301,12 @@ class SpecialNames:
         ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         process_number = str(secrets.randbelow(10**18))
         self._ids = {name: ids[name] for name in sorted(ids, key=len, reverse=True) if name}
-        self._texts = {f"\ue000{process_number}.{n}\ue001": name for name, n in self._ids.items()}
+        self._texts = {f"{process_number}.{n}": name for name, n in self._ids.items()}
         self._tokens = {name: f"\ue002{process_number}.{n}\ue003" for name, n in self._ids.items()}
-        self._marks = {name: mark for mark, name in self._texts.items()}
+        self._marks = {name: f"\ue000{mark}\ue001" for mark, name in self._texts.items()}
         self._name = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
-        self._mark = re.compile(f"\ue000{process_number}[.][0-9]+\ue001")
+        # Python, and JSON of ASCII, write its first and last letter as escapes.
+        self._mark = re.compile(rf"(?:\ue000|\\ue000)({process_number}[.][0-9]+)(?:\ue001|\\ue001)")
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def list_in(self, text: str) -> list[str]:
@@ -313,7 +318,7 @@ class SpecialNames:
         if isinstance(value, str):
             return self._name.sub(lambda match: self._marks[match[0]], value)
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def is_hidden(self, text: str) -> bool:
@@ -322,7 +327,7 @@ class SpecialNames:
 
     def show(self, text: str) -> str:
         """Return a text with the names in place of their marks."""
-        return self._mark.sub(lambda match: self._texts[match[0]], text)
+        return self._mark.sub(lambda match: self._texts[match[1]], text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Tokenize a rendered text, in which only names that the template wrote are special."""
@@ -330,7 +335,7 @@ class SpecialNames:
             match = self._mark.search(text)
             assert match is not None
             raise PromptError(
-                f"the messages have {self._texts[match[0]]}, the name of a special token, which"
+                f"the messages have {self._texts[match[1]]}, the name of a special token, which"
                 " this tokenizer cannot take as text",
                 "leave it out, or give --allow-special-tokens", field="messages",
             )  # fmt: skip

@@ -111,6 +111,31 @@ def test_names_of_special_tokens_in_messages_are_text(kind: str, tmp_path: Path)
     assert [token for token in ids if token in (begin, end)] == [end]
 
 
+@pytest.mark.parametrize(
+    "form",
+    ["{{ TOOLS | tojson }}", "{{ TOOLS | tojson(ensure_ascii=True) }}", "{{ TOOLS }}"],
+)
+def test_names_in_tools_and_in_keys_of_arguments_are_text(form: str, tmp_path: Path) -> None:
+    """However a template writes them."""
+    tokenizer = make_bytes(tmp_path)
+    tokenizer.chat_template = (
+        form.replace("TOOLS", "tools")
+        + form.replace("TOOLS", "messages[0].tool_calls[0].function.arguments") + END
+    )  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "description": f"a {END} b"}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {f"{END}k": BEGIN}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompt = Prompt(messages=[message], chat_template_kwargs={"tools": tools})
+    text, ids = encode_prompt(prompt, SETTINGS, tokenizer)
+    assert f"a {END} b" in text
+    assert f'{END}k"' in text.replace("'", '"').replace('\\"', '"')
+    special = tokenizer.convert_tokens_to_ids([BEGIN, END])
+    assert [token for token in ids if token in special] == special[1:]
+    allowed = dataclasses.replace(SETTINGS, allow_special_tokens=True)
+    assert encode_prompt(prompt, allowed, tokenizer)[1].count(special[1]) == 3
+    assert prompt.chat_template_kwargs == {"tools": tools}
+
+
 def test_what_a_prompt_says_of_its_tokens(tmp_path: Path) -> None:
     tokenizer = use_template(make_bytes(tmp_path), "plain")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
