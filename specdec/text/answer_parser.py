@@ -27,8 +27,9 @@ _HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
-_NAME = re.compile(r"([^\s\[\]{}<>]+)((?:\[CALL_ID\][^\s\[\]{}<>]+)?(?:\[ARGS\])?)\s*(?=\{)")
-_NAME_SO_FAR = re.compile(r"([^\s\[\]{}<>]+)((?:\[[^\s{}<>]*)?\s*)")
+_WORD = rf"[^\s\[\]{{}}<>]{{1,{MAX_NAME}}}"
+_NAME = re.compile(rf"({_WORD})((?:\[CALL_ID\]{_WORD})?(?:\[ARGS\])?)\s*(?=\{{)")
+_NAME_SO_FAR = re.compile(rf"({_WORD})((?:\[[^\s{{}}<>]{{0,{2 * MAX_NAME}}})?\s*)")
 # An object's first key and, where it is a text, its value, as far as they have come.
 _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
 _NAME_LETTERS = re.compile(f"{NAME_LETTERS}*")

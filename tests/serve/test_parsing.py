@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.text.answer_parser import Parser
-from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS
+from specdec.text.call_formats import MAX_NAME, REASONING_FORMATS, TOOL_FORMATS
 
 SCHEMAS = {
     "f": {"properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
@@ -256,6 +256,17 @@ def test_reasoning_is_found_in_any_pieces(
         expected = content.rstrip(), reasoning.replace("hm", f"hm {call} hm"), [F]
         for pieces in split_everywhere(thought):
             assert parse(pieces, tools=TOOL_FORMATS["hermes"], **given) == expected, pieces
+
+
+def test_a_word_that_is_too_long_for_a_name_is_content_at_once() -> None:
+    """Else each new letter of it would be compared with a name from its beginning on."""
+    names = "f" * MAX_NAME, "f" * (MAX_NAME + 1)
+    parsers = [Parser(TOOL_FORMATS["mistral"], None) for _ in names]
+    texts = [f"[TOOL_CALLS]{name}" for name in names]
+    deltas = [parser.feed(text) for parser, text in zip(parsers, texts, strict=True)]
+    assert ["".join(d["content"] for d in found) for found in deltas] == ["", texts[1]]
+    parsers[0].feed(A)
+    assert parsers[0].calls[0]["function"] == {"name": names[0], "arguments": A}
 
 
 def test_arguments_are_told_before_they_end() -> None:
