@@ -54,6 +54,8 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 PROBE = "SpecdecProbe"
+# Texts of an answer, the one that is written last first.
+ANSWER_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
 CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS")
 # A tag such as <think>, <|begin_of_thought|> or [THINK] at the end of a prompt, and an empty block
 # that a template writes for an answer without thoughts.
@@ -366,6 +368,8 @@ class ChatFormat:
             return Rendered(text, [(len(prompt), len(text))])
         if not text.startswith(prompt):
             text = self._join_answer(messages, options, prompt, text)
+        if is_cut:
+            text = self._leave_out_end(messages, options, text)
         start = len(prompt)
         opening = text[start : max(start, text.find(content.strip(), start))]
         if is_plain and EMPTY_BLOCK.match(opening):
@@ -375,6 +379,21 @@ class ChatFormat:
             )  # fmt: skip
             start += len(opening)
         return Rendered(text, [(start, len(text.rstrip()))])
+
+    def _leave_out_end(
+        self, messages: Sequence[Message], options: Mapping[str, Any], text: str
+    ) -> str:
+        """Return the text of a cut answer without what the template writes after its last text.
+
+        A cut answer with calls keeps its end: what the target wrote of the last call is not known.
+        """
+        answer = messages[-1]
+        filled_names = [name for name in ANSWER_TEXTS if _is_filled(name, answer.get(name))]
+        if answer.get("tool_calls") or not filled_names:
+            return text
+        probed = self._render([*messages[:-1], {**answer, filled_names[0]: PROBE}], options)
+        _, probe, end = probed.rpartition(PROBE)
+        return text.removesuffix(end) if probe else text
 
     def _join_answer(
         self, messages: Sequence[Message], options: Mapping[str, Any], prompt: str, text: str

@@ -238,3 +238,31 @@ def test_the_cut_of_a_text_is_no_end(write: Any, tokenizer: Any, cut: dict[str, 
     assert tokenizer.decode(get_rows(rows)[0]) == "<eos>a b c<eos>d e<eos>f<eos>"
     rows, _ = read_rows(write({"prompt": "a b", "completion": " c"} | cut), tokenizer, 99)
     assert get_labels(rows, tokenizer) == [" c"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ({"content": "good", "reasoning_content": "so"}, "<think>so</think>good"),
+        ({"content": "", "reasoning_content": "so be"}, "<think>so be"),
+        ({"content": None, "reasoning": "so be"}, "<think>so be"),
+        ({"content": "m", "reasoning_content": "so m"}, "<think>so m</think>m"),  # as in <|im_end|>
+    ],
+)
+def test_the_cut_of_an_answer_with_thoughts_is_no_end(
+    write: Any, with_template: Any, answer: dict[str, Any], label: str
+) -> None:
+    """Of thoughts alone their closing tag is not learned either."""
+    content = "{{ m['content'] }}"
+    thoughts = "{{ m['reasoning_content'] or m['reasoning'] }}"
+    block = "{% if m['role'] == 'assistant' %}<think>" + thoughts + "</think>{% endif %}"
+    assert content in CHATML
+    tokenizer = with_template(CHATML.replace(content, block + content))
+    messages = [*ASKED, AGAIN[0], {"role": "assistant"} | answer]
+    messages[1] = ASKED[1] | {"reasoning_content": "a"}
+    first = "<think>a</think>BAD<|im_end|>"
+    for cut in ({}, {"truncated": True}):
+        rows, _ = read_rows(write({"messages": messages} | cut), tokenizer, 999)
+        (text,) = get_labels(rows, tokenizer)
+        assert text.startswith(first + label)
+        assert text == first + label if cut else text.endswith("<|im_end|>")
