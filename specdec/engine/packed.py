@@ -25,6 +25,7 @@ from specdec.model.blocks import BLOCK_TYPES
 # Bumped where packed matrices mean something else though `identify_packing` sees the same bytes; it
 # is not ABI_VERSION, so that new kernels read what older ones with the same layout packed.
 PACKING_VERSION = 15
+LINE_BYTES = 64  # lists in a packed matrix begin at multiples of these, `kLine` in threads.h
 # Of `identify_packing`, by library and type: a loaded library never changes, nor is it unloaded.
 PACKINGS: dict[tuple[int, torch.dtype], str] = {}
 
@@ -99,6 +100,7 @@ def take_packed(
     elif isinstance(sketch, IntegerMatrix):
         num_rows, depth = sketch.num_outputs, sketch.codes.shape[1]
         is_right = has_headers(numbers, [(0, sketch.list_sizes())], sketch.measure(kernels))
+        is_right = is_right and has_order(numbers, sketch)
     else:
         num_rows, depth = sketch.shape
         headers, offsets = kernels.plan_blocks(sketch.list_parts(), depth)
@@ -123,6 +125,20 @@ def has_headers(
         numbers[offset : offset + 8 * len(sizes)].view(torch.int64).tolist() == [*sizes]
         for offset, sizes in headers
     )
+
+
+def has_order(numbers: Tensor, sketch: IntegerMatrix) -> bool:
+    """Return whether a packed matrix of these sizes names inputs alone where it orders them.
+
+    Kernels fetch a column's input by this number, whatever it is. See `Integers` in integers.h.
+    """
+    if sketch.order is None:
+        return True
+    depth = sketch.codes.shape[1]
+    list_bytes = -(-4 * depth // LINE_BYTES) * LINE_BYTES
+    start = 8 * len(sketch.list_sizes()) + (0 if sketch.input_scales is None else list_bytes)
+    order = numbers[start : start + 4 * depth].view(torch.int32)
+    return 0 <= int(order.min()) and int(order.max()) < depth
 
 
 def identify_packing(kernels: NativeKernels) -> str:
