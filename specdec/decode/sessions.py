@@ -25,7 +25,6 @@ from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.kv_cache import KVCache, RowNumbers
-from specdec.engine.linear_states import Snapshot
 from specdec.files.reading import Array
 from specdec.files.session_files import BlockName, SessionFolder
 from specdec.system import logs
@@ -234,19 +233,37 @@ class Sessions:
             if kind.is_needed:
                 for block in range(first_block, stop.num_blocks):
                     self._read_block(row, number, block, text)
-        start, tails = stop.num_blocks * BLOCK_TOKENS, tails[::-1]
-        for kind in self._kinds if stop.end is not None else ():
-            if kind.is_needed:
-                _fill(kind.view(index, start, stop.length), tails.pop())
-        states = self._cache.states
-        if states is not None:
-            snapshot = _read_snapshot(states.make_snapshot(stop.length, fields["num_state"]), tails)
-            states.restore(index, stop.length, snapshot)
+        if stop.end is not None:
+            self._restore_end(index, stop, stop.end, fields, tails)
         self._cache.past_lens[index] = stop.length
         self._drafter.resume(index, stop.length)
         for number, kind in enumerate(self._kinds):
             if not kind.is_needed:
                 self._restore_further(row, number, stop.num_blocks)
+
+    def _restore_end(
+        self, index: int, stop: _Stop, end: BlockName, fields: Mapping[str, Any],
+        arrays: Sequence[memoryview],
+    ) -> None:  # fmt: skip
+        """Put the end of a hybrid's text into a row; KeyError where it is none of such a text."""
+        states, num_state = self._cache.states, fields.get("num_state")
+        assert states is not None
+        if type(num_state) is not int or not 0 <= num_state <= stop.length:
+            raise self.folder.refuse(end.key)
+        snapshot = states.make_snapshot(stop.length, num_state)
+        start = stop.num_blocks * BLOCK_TOKENS
+        tails = [kind.view(index, start, stop.length) for kind in self._kinds if kind.is_needed]
+        self._fill_all(end.key, [*tails, snapshot[1], snapshot[2], *snapshot[3]], arrays)
+        states.restore(index, stop.length, snapshot)
+
+    def _fill_all(
+        self, key: str, targets: Sequence[Tensor], arrays: Sequence[memoryview]
+    ) -> None:  # fmt: skip
+        """Write a block's arrays over tensors; KeyError where they are of other sizes."""
+        if [len(array) for array in arrays] != [x.numel() * x.element_size() for x in targets]:
+            raise self.folder.refuse(key)
+        for target, array in zip(targets, arrays, strict=True):
+            _fill(target, array)
 
     def _restore_further(self, row: _Row, number: int, num_blocks: int) -> None:
         """Put numbers that a text can do without into a row, as far as the disk has them."""
@@ -261,9 +278,11 @@ class Sessions:
             lens[index] = block * BLOCK_TOKENS
 
     def _read_block(self, row: _Row, number: int, block: int, text: Sequence[int]) -> None:
-        _, (array,) = self.folder.read(self._name_block(row.keys, number, block, text))
+        key = self._name_block(row.keys, number, block, text)
+        _, arrays = self.folder.read(key)
         start = block * BLOCK_TOKENS
-        _fill(self._kinds[number].view(row.request.row, start, start + BLOCK_TOKENS), array)
+        target = self._kinds[number].view(row.request.row, start, start + BLOCK_TOKENS)
+        self._fill_all(key, [target], arrays)
 
     def note(self, requests: Iterable[ActiveRequest]) -> None:
         """Keep what a step has made whole of these requests' texts."""
@@ -391,11 +410,3 @@ def _fill(target: Tensor, array: memoryview) -> None:
     if target.numel():
         numbers = torch.frombuffer(array, dtype=torch.uint8).view(target.dtype)
         target.copy_(numbers.view(target.shape))
-
-
-def _read_snapshot(empty: Snapshot, arrays: list[memoryview]) -> Snapshot:
-    """Fill the tensors of a snapshot with arrays, from the last one on."""
-    _, state, window, log = empty
-    for tensor in (state, window, *log):
-        _fill(tensor, arrays.pop())
-    return empty

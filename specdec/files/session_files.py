@@ -260,15 +260,19 @@ class SessionFolder:
             data, is_whole = bytearray(), False
         block = _parse(data, key) if is_whole else None
         if block is None:
-            self.num_damaged += 1
-            logger.warning(
-                "--session-dir: %s is not what was written; it is removed, and its part of the"
-                " prompt is read again", entry.name.to_file(),
-            )  # fmt: skip
-            with self._mutex:
-                self._remove(key)
-            raise KeyError(key)
+            raise self.refuse(key)
         return block
+
+    def refuse(self, key: str) -> KeyError:
+        """Remove a block that is not what was written, and return the error that says so."""
+        self.num_damaged += 1
+        logger.warning(
+            "--session-dir: %s is not what was written; it is removed, and its part of the"
+            " prompt is read again", self._entries[key].name.to_file(),
+        )  # fmt: skip
+        with self._mutex:
+            self._remove(key)
+        return KeyError(key)
 
     def close(self) -> None:
         """Let another process have the folder."""

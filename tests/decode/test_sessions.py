@@ -19,7 +19,7 @@ from specdec.decode import sessions
 from specdec.decode.sessions import BLOCK_TOKENS
 from specdec.decode.settings import DecodeSettings
 from specdec.engine.layout import read_engine_config
-from specdec.files.session_files import BlockName, SessionFolder
+from specdec.files.session_files import BlockName, SessionFolder, read_name
 from tests.conftest import (
     make_dflash_drafter,
     make_eagle_drafter,
@@ -173,6 +173,56 @@ def test_damaged_blocks_are_read_again(
     assert kept_now.num_restored_tokens == BLOCK_TOKENS
     found, kept_now = answer(plain, folder, PROMPT)  # it was written again
     assert (found, kept_now.num_restored_tokens) == (expected, 2 * BLOCK_TOKENS)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], list[memoryview]], Any]) -> None:
+    """Let a block hold something else, with a sum that is right."""
+    folder, name = SessionFolder(path.parent, GIB), read_name(path.name)
+    assert name is not None
+    fields, arrays = folder.read(name.key)
+    path.unlink()
+    folder.close()
+    change(fields, arrays)
+    folder = SessionFolder(path.parent, GIB)
+    assert folder.write(name, fields, arrays, 1000.0)
+    folder.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [
+    lambda _, arrays: arrays.append(arrays[0]), lambda _, arrays: arrays.clear(),
+    lambda _, arrays: arrays.insert(0, arrays.pop()[:-64]),
+], ids=["two", "none", "short"])  # fmt: skip
+def test_blocks_of_other_sizes_are_read_again(
+    change: Callable[..., Any], plain: Path, kept: tuple[Path, Any]
+) -> None:
+    """Whoever wrote them made their sums right, too; the text goes on without them."""
+    folder, expected = kept
+    rewrite(list_blocks(folder)[1], change)
+    found, kept_now = answer(plain, folder, PROMPT)
+    assert found == expected
+    assert kept_now.folder.num_damaged == 1
+    assert kept_now.num_restored_tokens == BLOCK_TOKENS
+
+
+@needs_compiler
+def test_ends_that_are_none_are_read_again(tmp_path: Path) -> None:
+    """Of a hybrid's texts; one without its number of tokens was read again without end."""
+    engine_dir, folder = make_mtp(tmp_path), tmp_path / "kept"
+    expected, _ = answer(engine_dir, folder, PROMPT)
+    for change in (
+        lambda fields, _: fields.pop("num_state"),
+        lambda fields, _: fields.update(num_state=-1),
+        lambda fields, _: fields.update(num_state=10**12),
+        lambda fields, _: fields.update(num_state=True),
+        lambda _, arrays: arrays.pop(),
+    ):
+        ends = [path for path in list_blocks(folder) if path.name.count("-") > 1]
+        for path in ends:
+            rewrite(path, change)
+        found, kept_now = answer(engine_dir, folder, PROMPT)
+        assert found == expected
+        assert 0 < kept_now.folder.num_damaged <= len(ends)
 
 
 @needs_compiler
