@@ -88,7 +88,9 @@ def _check(acceptance: Acceptance) -> None:
     pairs = zip(acceptance.right, acceptance.seen, strict=True)
     if any(a > b for right, seen in pairs for a, b in zip(right, seen, strict=True)):
         raise ValueError("more right tokens than tokens")
-    if not gains or len(gains) > MAX_NODES or not 0 <= gains[0] or [*gains] != sorted(gains):
+    if not all(0 <= gain <= 1e6 for gain in gains):  # nor is one NaN
+        raise ValueError("gains that are none")
+    if not gains or len(gains) > MAX_NODES or [*gains] != sorted(gains):
         raise ValueError("gains that fall")
-    if acceptance.num_drafts < 1 or gains[-1] > 1e6:
+    if acceptance.num_drafts < 1:
         raise ValueError("no drafts")

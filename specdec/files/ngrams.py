@@ -155,6 +155,8 @@ def _check(table: NgramTable) -> None:
     keys, counts, tokens = table.keys, table.counts, table.tokens
     if any(array.ndim != 1 for array in (keys, counts, tokens, table.shares)):
         raise ValueError("its arrays are no lists")
+    if not len(keys):
+        raise ValueError("it has no contexts")
     if not 1 <= table.max_order <= MAX_ORDER:
         raise ValueError(f"max_order is {table.max_order}, not 1 to {MAX_ORDER}")
     num_counted = int(table.starts[-1])

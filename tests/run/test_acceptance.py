@@ -125,6 +125,7 @@ def test_a_drafter_brings_its_acceptance_along(parent: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("change", [
     {"format_version": 9}, {"right": []}, {"seen": [[0] * 10] * 12}, {"gains": [2.0, 1.0]},
     {"num_drafts": 0}, {"about": 3}, {"right": [[-1] * 10] * 12}, {"gains": None},
+    {"gains": [0.5, "nan"]}, {"gains": [0.5, 1e7]}, {"gains": [-1.0, 0.5]}, {"gains": []},
 ])  # fmt: skip
 def test_a_file_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     count([[0, 1]]).write(tmp_path / NAME)

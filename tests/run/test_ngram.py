@@ -164,6 +164,10 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     swapped.write(path)
     with pytest.raises(SpecDecError, match="not in order"):
         read_ngrams(path)
+    arrays = (table.keys[:0], table.counts[:0], table.tokens[:0], table.shares[:0])
+    NgramTable(*arrays, 2, VOCABULARY, "none").write(path)
+    with pytest.raises(SpecDecError, match="it has no contexts"):
+        read_ngrams(path)
 
 
 class Words:
