@@ -117,7 +117,9 @@ ASSISTANT_SIGNS = {"pre_projection.weight", "post_projection.weight"}
 _TENSOR = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)+|d2t|t2d|mask_hidden")
 GGUF_MAGIC = b"GGUF"
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# The Hub's library refuses what is none by an error of its own, see its validate_repo_id.
+_HUB_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_HUB_ID = re.compile(rf"(?!.*(?:--|\.\.))(?:{_HUB_NAME}/)?{_HUB_NAME}(?<!\.git)", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:

@@ -193,3 +193,11 @@ def test_commands_refuse_by_name(store: Store, tmp_path: Path) -> None:
         assert fact in caught.value.message
         assert remedy in caught.value.hint
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["o/a--b", "o/a..b", "o/a-", "o./a", "o/a.git", f"o/{'x' * 97}"])
+def test_names_that_the_hub_refuses_are_paths(name: str) -> None:
+    """Its library raises an error of its own for them."""
+    assert not folders.is_hub_id(name)
+    for other_name in ("gpt2", "o/a", f"o/{'x' * 96}", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "o_/a_"):
+        assert folders.is_hub_id(other_name)
