@@ -18,6 +18,7 @@ from specdec.decode.call_settings import (
     make_defaults,
     make_prompt,
     read_options,
+    refuse_long_names,
 )
 from specdec.decode.chats import make_chat_prompt, read_answer
 from specdec.decode.engine import TorchEngine, load_engine
@@ -126,7 +127,7 @@ class Engine:
                 "give a folder, a Hub id, or a tokenizer of transformers, such as AutoTokenizer"
                 " returns",
             )
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, refuse_long_names():
             limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
             folders = make_engines(
                 stack, path, drafter=drafter, draft=draft, limits=limits, device=device,
@@ -168,11 +169,11 @@ class Engine:
                 f"{settings.engine_dir} is an engine of {backend.title}, which Engine cannot load",
                 f"{backend.runners}, or build its checkpoint with --backend torch",
             )
-        if prompt_chunk not in (None, "auto") and not (
-            type(prompt_chunk) is int and prompt_chunk > 0
-        ):
+        is_chosen = prompt_chunk is None or isinstance(prompt_chunk, str) and prompt_chunk == "auto"
+        if not is_chosen and not (type(prompt_chunk) is int and prompt_chunk > 0):
             raise UsageError(
-                f"prompt_chunk is {prompt_chunk!r}", 'give a number from 1 on, "auto", or None'
+                f"prompt_chunk is {shorten(prompt_chunk)}",
+                'give a number from 1 on, "auto", or None',
             )
         if tokenizer is None:
             folder, tokenizer = load_engine_tokenizer(settings.engine_dir, settings.tokenizer_dir)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from specdec.decode.settings import DecodeSettings
@@ -58,6 +60,19 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
         if not (isinstance(value, (list, tuple)) and flags[name].takes_list):
             values[name] = check_value(name, value, flags[name])
     return DecodeSettings(**values)
+
+
+@contextlib.contextmanager
+def refuse_long_names() -> Iterator[None]:
+    """Raise UsageError where a name in the body is longer than the system lets a path be."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UsageError(
+            f"{shorten(str(error.filename))} cannot be read: {error.strerror}", "check the path"
+        ) from None
 
 
 def list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:

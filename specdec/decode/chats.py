@@ -81,10 +81,28 @@ def _check_messages(messages: Sequence[Message]) -> None:
                 f"message {number} is {shorten(message)}, which has no role",
                 'give {"role": "user", "content": "..."}', field="messages",
             )  # fmt: skip
+        if not _is_content(content := message.get("content")):
+            raise PromptError(
+                f"message {number}: content is {shorten(content)}, neither a text nor a list of"
+                " texts",
+                'give "..." or [{"type": "text", "text": "..."}]', field="messages",
+            )  # fmt: skip
         try:
             wrap_calls(message.get("tool_calls") or [], f"message {number}: tool_calls")
         except ChatError as error:
             raise PromptError(str(error), "correct it", field="messages") from None
+
+
+def _is_content(value: Any) -> bool:
+    """Return whether `_join` can join a message's content."""
+    return value is None or isinstance(value, str) or (
+        isinstance(value, (list, tuple))
+        and all(
+            isinstance(part, str)
+            or (isinstance(part, Mapping) and isinstance(part.get("text"), str))
+            for part in value
+        )
+    )  # fmt: skip
 
 
 def _join(content: Any) -> str | None:

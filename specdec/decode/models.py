@@ -33,7 +33,7 @@ class LoadedFolders:
 
 def is_model(name: str | Path | None) -> bool:
     """Return whether a name is a model's: a folder of Hugging Face, a GGUF file, or a Hub id."""
-    if not name:
+    if not name or not isinstance(name, (str, Path)):  # which is refused with the other options
         return False
     path = Path(name)
     if path.exists():

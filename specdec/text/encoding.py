@@ -62,7 +62,7 @@ def use_template(tokenizer: Any, template_name: str | None) -> Any:
     templates = TEMPLATES | (tokenizer_templates if isinstance(tokenizer_templates, dict) else {})
     if template_name in templates:
         text = templates[template_name]
-    elif Path(template_name).is_file():
+    elif _is_file(template_name):
         try:
             text = Path(template_name).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
@@ -87,6 +87,14 @@ def use_template(tokenizer: Any, template_name: str | None) -> Any:
     except Exception:  # noqa: BLE001 - a template refuses what it likes; messages are told of that
         return tokenizer
     return tokenizer
+
+
+def _is_file(name: str) -> bool:
+    """Return whether a file has this name; of a template's own text the system may not ask."""
+    try:
+        return Path(name).is_file()
+    except OSError:
+        return False
 
 
 def choose_form(

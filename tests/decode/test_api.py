@@ -502,6 +502,15 @@ def test_options_are_checked(folder: Path) -> None:
     for limit in (2.0, "2"):
         with pytest.raises(UsageError, match="max_batch_size is .*, the engine was built for"):
             load(folder, max_batch_size=limit)
+    with pytest.raises(UsageError, match="engine_dir: expected a text, got True"):
+        Engine.load(True)  # type: ignore[arg-type]
+    with pytest.raises(SpecDecError, match="5 does not exist"):
+        Engine.load(5)  # type: ignore[arg-type]
+    for draft in (None, "x" * 300):
+        with pytest.raises(UsageError, match="cannot be read: File name too long"):
+            Engine.load(folder / "redrafter-engine" if draft else "x" * 300, draft=draft)
+    with pytest.raises(UsageError, match="prompt_chunk is array"):
+        load(folder, "redrafter", prompt_chunk=np.array([1, 2]))
     with pytest.raises(UsageError, match="speculation is 'no'"):
         Engine.load(folder / "redrafter-engine", speculation="no")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="tokenizer is 5, of the type int"):
@@ -569,6 +578,13 @@ def test_contents_of_messages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     for wrong in ([{"type": "image", "url": "x"}], 5):
         with pytest.raises(PromptError, match="not a list of .*as contents"):
             engine.generate(Prompt(messages=[{"role": "user", "content": wrong}]))
+    no_contents: list[Any] = [[{"type": "image", "url": "x"}], [None], 5, b"x", {"text": "x"}]
+    for content in no_contents:
+        with pytest.raises(PromptError, match="message 1: content is ") as caught:
+            engine.chat([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+        assert caught.value.field == "messages"
+    output = engine.chat([{"role": "user", "content": ("a", {"text": "b"})}], max_output_len=2)
+    assert output.prompt == "ab"
 
 
 def test_a_second_thread_is_refused(engine: Engine) -> None:

@@ -180,6 +180,8 @@ def test_chat_templates_by_name_and_file(tmp_path: Path) -> None:
     assert use_template(tokenizer, "tool_use").chat_template == "t"
     with pytest.raises(SpecDecError, match=r"'none' is neither a file nor a template's name"):
         use_template(tokenizer, "none")
+    with pytest.raises(SpecDecError, match="is neither a file nor a template's name"):
+        use_template(tokenizer, "{% for m in messages %}" * 20)  # longer than a file's name
     path.write_text("{% for m in messages %}\n{% endfo %}")
     with pytest.raises(SpecDecError, match=r"own.jinja line 2: Encountered unknown tag 'endfo'"):
         use_template(tokenizer, str(path))
