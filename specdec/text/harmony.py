@@ -90,12 +90,17 @@ class HarmonyParser(Parser):
                 return Header("", "")
             if end >= 0:
                 self._position = end + len(MESSAGE)
-                recipient = (match["to"] or match["then"] or "").strip().removeprefix("to=")
-                return Header((match["channel"] or "").rpartition(">")[2].strip(), recipient)
+                return self._make_header(match)
             if self._is_over:  # a limit has cut the header off
                 self._position = len(self._text)
                 return None
             yield
+
+    @staticmethod
+    def _make_header(match: re.Match[str]) -> Header:
+        """Return the channel and the recipient that a header names."""
+        recipient = (match["to"] or match["then"] or "").strip().removeprefix("to=")
+        return Header((match["channel"] or "").rpartition(">")[2].strip(), recipient)
 
     def _read_odd_header(self) -> Reading[Header]:
         """Read a header that breaks the format; without its end, what it holds is content."""
