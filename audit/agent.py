@@ -26,11 +26,8 @@ from .settings import DEFAULT_CONTEXT
 
 logger = get_logger(__name__)
 NUM_TURNS = 6
-QUESTION_LENGTHS = (
-    1.0,
-    0.9,
-    0.5,
-)  # shares; the next one where a server refuses a length
+# Shares of a question's length: the next one where a server refuses it.
+QUESTION_LENGTHS = (1.0, 0.9, 0.5)
 NUM_SAMPLED = 16
 FALSE_ALARM = 1e-4  # of `sampled`, for a server whose log-probabilities are right
 NUM_SCALES = 20  # of variances that its bound holds for at once: up to 2 ** 19 tokens

@@ -255,7 +255,7 @@ def format_table(report: Mapping[str, Any]) -> str:
 
 
 def format_costs(report: Mapping[str, Any]) -> str:
-    """Table of a step's time and tokens with the fewest requests, a row for each method."""
+    """Format a step's time and tokens with the fewest requests, a row for each method."""
     head = (
         f"with {report['batch_sizes'][0]} at once", "tokens a step", "drafted a step",
         "drafting, ms", "verifying, ms", "the rest, ms", "drafting, of a step",

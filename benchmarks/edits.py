@@ -77,7 +77,7 @@ def list_ways(bench: Bench) -> dict[str, Drafter]:
 
 
 def make_way(bench: Bench, name: str, drafter: Drafter, longest: int) -> Way:
-    """Writer of one text after another in one batch. longest: tokens of all of a text."""
+    """Return a writer of one text after another in one batch. longest: tokens of all of a text."""
     build, timing = bench.engine.config.build, Timing()
     batch = Batch(
         bench.engine.decoder, drafter, Options(max_num_tokens=build.max_num_tokens), timing,

@@ -56,22 +56,22 @@ def is_importable(name: str) -> bool:
 
 def read_processor() -> str:
     """Return the processor's name."""
-    return next(iter(_read_cpu_info("model name")), platform.processor())
+    return _read_cpu_info("model name") or platform.processor()
 
 
 def read_cpu_flags() -> list[str]:
     """List the names of the processor's instruction sets; none where they are unknown."""
-    lines = [*_read_cpu_info("flags"), *_read_cpu_info("Features")]
-    return sorted({word for line in lines for word in line.split()})
+    return sorted(_read_cpu_info("flags", "Features").split())
 
 
-def _read_cpu_info(key: str) -> list[str]:
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    pairs = (line.partition(":")[::2] for line in lines)
-    return [value.strip() for name, value in pairs if name.strip() == key]
+def _read_cpu_info(*names: str) -> str:
+    """Return the first entry that has one of some names; an empty text where there is none."""
+    with contextlib.suppress(OSError), CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return ""
 
 
 def list_gpus() -> tuple[tuple[Gpu, ...], str | None]:

@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from specdec.engine.compiler import FLAGS, SOURCE, find_compiler
+from specdec.system.machine import read_cpu_flags
 from tests.covering import cover
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,13 +119,6 @@ def can_compile(build: Build) -> bool:
     return all(knows(build.compiler, (*target, *part)) for part in parts)
 
 
-def read_cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return set(line.split(":", 1)[1].split())
-    return set()
-
-
 def compile_shared(build: Build, source: Path = SOURCE) -> Path:
     """Compile a library, or take the one kept of what is the same without comments and with other
     forms left out. Raises CalledProcessError.
@@ -185,7 +179,7 @@ def group(build: Build, kernel: str) -> tuple[object, ...]:
 
 def list_forms() -> list[Form]:
     """The forms that this CPU runs, as compiled for it first."""
-    has = read_cpu_flags()
+    has = set(read_cpu_flags())
     forms = [form for form in X86_FORMS if IS_X86 and has.issuperset(form.cpu_flags)]
     flags = tuple(flag for flag in FLAGS if flag.endswith("=native"))
     own = [dataclasses.replace(form, name="own", flags=flags) for form in forms[:1]]
