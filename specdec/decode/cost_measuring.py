@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,24 +217,37 @@ class Measuring:
         seconds_left = max(0.0, self._deadline - self._clock())
         share = 0.5 if num_rows == 1 and self._max_batch_size > 1 else 0.9
         end_time = self._clock() + seconds_left * share * 3 / (2 + num_left)
-        reads = num_rows == 1 and probe is self._probes[-1]  # it alone may be one that reads
         batch: Batch | None = None
         for turn in range(1 + MAX_ROUNDS):  # the first warms everything up
             prompt_length = self._fit_prompt(num_rows)
-            read_length = self._fit_read_prompt(probe)
-            if reads and (turn == 1 or (turn == 2 and read_length <= self._count_affordable(1))):
-                batch, prompt_length = None, read_length
-            for kind in kinds:
-                if turn % max(1, int(self._find_ratio(num_rows, kind))) == 0:
-                    if turn and self._clock() > end_time:
-                        return
-                    if batch is None or not _has_room(batch, self._count_needed(probe)):
-                        batch = self._start(num_rows, probe, prompt_length)
-                    if batch is None:
-                        return
-                    self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
-                if kind.num_levels > 1 and self._find_ratio(num_rows, kind) > DEAR_RATIO:
-                    break
+            if self._reads_prompt(num_rows, probe, turn):
+                batch, prompt_length = None, self._fit_read_prompt(probe)
+            for kind in self._choose_kinds(num_rows, kinds, turn):
+                if turn and self._clock() > end_time:
+                    return
+                if batch is None or not _has_room(batch, self._count_needed(probe)):
+                    batch = self._start(num_rows, probe, prompt_length)
+                if batch is None:
+                    return
+                self._time_steps(batch, number, probe, kind, is_counted=turn > 0)
+
+    def _reads_prompt(self, num_rows: int, probe: Probe, turn: int) -> bool:
+        """Return whether a turn begins with a prompt, so that its reading is measured."""
+        is_reader = num_rows == 1 and probe is self._probes[-1]  # it alone may be one that reads
+        if not is_reader or turn == 0:
+            return False
+        is_cheap = self._fit_read_prompt(probe) <= self._count_affordable(1)
+        return turn == 1 or (turn == 2 and is_cheap)
+
+    def _choose_kinds(
+        self, num_rows: int, kinds: Sequence[StepKind], turn: int
+    ) -> Iterator[StepKind]:
+        """Choose the kinds that have a turn, each by the times of those before it."""
+        for kind in kinds:
+            if turn % max(1, int(self._find_ratio(num_rows, kind))) == 0:
+                yield kind
+            if kind.num_levels > 1 and self._find_ratio(num_rows, kind) > DEAR_RATIO:
+                return
 
     def _is_slow(self, num_rows: int) -> bool:
         return self._steps.find_least(num_rows) > SLOW_SECONDS
