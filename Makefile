@@ -23,11 +23,14 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many processes: byte code of what they import is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dev demo test test-transformers-4 mutants oracles clients pages kernels check fix bench dist clean
+.PHONY: help dev demo test test-rest test-transformers-4 mutants oracles clients pages kernels check fix bench dist clean
 
 help:
 	@echo "make demo    a chat model answers, drafted tokens marked, and what drafts gain: three minutes"
-	@echo "make test    run the tests (TESTS=tests/core for some of them)"
+	@echo "make test    run the tests (TESTS=tests/core for all of a folder)"
+	@echo "make test-rest"
+	@echo "             run what make test leaves out: long tests of rare parts, and three quarters"
+	@echo "             of the cases of long tables; CI runs both: ten minutes"
 	@echo "make test-transformers-4"
 	@echo "             the tests that transformers can change, under 4.57: a minute or two"
 	@echo "make mutants forty deliberate breaks of specdec, each of which its tests must catch: some"
@@ -69,9 +72,14 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 # The same on a machine with a GPU; tests/gpu are for one (docs/cuda.md).
+RUN_TESTS = $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 test: export CUDA_VISIBLE_DEVICES =
 test: $(READY)
-	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(RUN_TESTS) $(if $(filter tests,$(TESTS)),--brief) $(TESTS)
+
+test-rest: export CUDA_VISIBLE_DEVICES =
+test-rest: $(READY)
+	@$(RUN_TESTS) --rest $(TESTS)
 
 # Installed beside the environment's own packages, and found before them.
 TRANSFORMERS_4 := $(VENV)/transformers-4

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -69,9 +69,50 @@ DRAFTER_NAMES = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the two halves of the tests: `make test` and `make test-rest`."""
+    parser.addoption(
+        "--brief", action="store_const", dest="half", const="brief",
+        help="leave out tests marked as thorough; of tables marked so, run a quarter of the cases",
+    )  # fmt: skip
+    parser.addoption(
+        "--rest",
+        action="store_const",
+        dest="half",
+        const="rest",
+        help="run the tests alone that --brief leaves out",
+    )
+
+
+def choose_half(items: Sequence[pytest.Item], half: str) -> list[pytest.Item]:
+    """Return the tests of a half: those that --brief runs, or the rest.
+
+    Of a table that is marked as thorough, --brief runs the first case, and a quarter of the others,
+    chosen by the golden ratio, which keeps step with no parameter inside of the table.
+    """
+    numbers, chosen = Counter[object](), list[pytest.Item]()
+    for item in items:
+        is_brief = True
+        if item.get_closest_marker("thorough") is not None:
+            table = item.path, getattr(item, "originalname", item.name)
+            is_case = hasattr(item, "callspec")
+            is_brief = is_case and numbers[table] * 0.618034 % 1 < 0.25
+            numbers[table] += 1
+        if is_brief == (half == "brief"):
+            chosen.append(item)
+    return chosen
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, then those of many tests: little is left for the last worker alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the half of the tests that is asked for, and put them in order.
+
+    Long files come first, then those of many tests: little is left for the last worker alone.
+    """
+    if (half := config.getoption("half", None)) is not None:
+        left_out = choose_half(items, "rest" if half == "brief" else "brief")
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = choose_half(items, half)
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in places), places
     num_tests = Counter(item.path for item in items)

@@ -1,7 +1,8 @@
 """Forty deliberate breaks of the product, each of which the tests named alongside it must catch.
 
-`make mutants` applies them one at a time to a copy of the tree and runs those tests there. A break
-whose text is not found exactly once is an error: give it the text that does its work today.
+`make mutants` applies them one at a time to a copy of the tree and runs those tests there, as
+far as `make test` does. A break whose text is not found exactly once is an error: give it the text
+that does its work today.
 """
 
 from __future__ import annotations
@@ -236,6 +237,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
     words = [
         sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
         "--tb=no",  # Python 3.11 fails at times to parse a test for it while a thread is at work
+        "--brief",
         f"--basetemp={tree.parent / 'tmp'}", *(f"tests/{name}" for name in tests),
     ]  # fmt: skip
     return subprocess.run(

@@ -75,6 +75,7 @@ def read_calls(tmp_path: Path) -> list[str]:
     return [call.removeprefix("--disable-pip-version-check ") for call in calls]
 
 
+@pytest.mark.thorough
 def test_an_index_that_is_down_is_asked_twice_for_one_package() -> None:
     """By the real pip; what comes next then has no index to ask in vain."""
     with Index() as index:

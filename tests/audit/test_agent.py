@@ -406,6 +406,7 @@ def test_text_before_a_required_call_is_no_certain_fault_where_it_is_cut() -> No
         assert (call is None) == (tool_calls is not calls)
 
 
+@pytest.mark.thorough
 def test_draws_are_judged_by_a_bound() -> None:
     """No fair server of 300 is accused; one that takes a seventh more drafts is, each time."""
     for seed in range(300):

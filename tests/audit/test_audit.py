@@ -153,6 +153,7 @@ def test_a_drafter_that_knows(knowing: tuple[Any, str]) -> None:
     assert check["evidence"]["acceptance_length"] > 3
 
 
+@pytest.mark.thorough
 def test_drafts_that_are_spoiled_now_and_then(
     knowing: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def swap(thing: Any, name: str, value: Any) -> Iterator[None]:
         setattr(thing, name, original)
 
 
+@pytest.mark.thorough
 def test_drafters_that_know_nothing(knowing: tuple[Any, str]) -> None:
     """A d2t one off, features of another base: the text is right, and slow.
 

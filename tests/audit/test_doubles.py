@@ -153,6 +153,7 @@ def test_the_margin_is_that_of_the_token_that_was_written(style: str, margin: fl
     assert ("4 near-ties, margins up to" in check["summary"]) == (not margin)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["vllm", "llama", "llama-answers", "bare"])
 def test_nothing_is_accepted(style: str) -> None:
     """By the metrics, by the answers, and by how tokens come."""
@@ -170,6 +171,7 @@ def test_nothing_is_accepted(style: str) -> None:
         assert check["evidence"]["source"] == ("answers" if answers else "metrics")
 
 
+@pytest.mark.thorough
 def test_dead_positions_collapse_and_counters() -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"accepted": 1}, "suspect", "position 1 accepts nothing, position 0 "),

@@ -23,6 +23,7 @@ from tests.costs import make_costs
 from tests.engines import call
 
 
+@pytest.mark.thorough
 def test_all_methods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

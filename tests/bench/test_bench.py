@@ -40,6 +40,7 @@ def bench(engine: Path, folder: Path, **flags: Any) -> dict[str, Any]:
     return run_bench(BenchSettings(**values))
 
 
+@pytest.mark.thorough
 def test_a_report_adds_up(report: dict[str, Any]) -> None:
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 3]
     for batch in report["batches"]:
@@ -169,6 +170,7 @@ def test_written_report(
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.json", "report.txt"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
 def test_plots(report: dict[str, Any], tmp_path: Path) -> None:
     write_report(report, tmp_path / "out", force=False)

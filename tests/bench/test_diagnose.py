@@ -214,6 +214,7 @@ def run_diagnose(engine: Path, folder: Path, tokenizer: Path, **flags: Any) -> d
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_not_faster(engine: Path, folder: Path, tmp_path: Path) -> None:
     """A drafter that knows nothing, and no kernels; a tokenizer that is another's is refused."""
     make_tokenizer(tmp_path / "other", vocab=120)

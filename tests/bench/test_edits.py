@@ -36,6 +36,7 @@ def test_a_text_that_is_held_to() -> None:
     assert not state.shape(root, torch.zeros(2, 12)).any(), "after its end anything goes"
 
 
+@pytest.mark.thorough
 def test_all_ways_write_the_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def words(lasting_dir: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_every_method_and_task(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     field.main(words)
     report = json.loads(Path(words[-1]).read_text())

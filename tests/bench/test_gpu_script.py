@@ -11,6 +11,7 @@ from benchmarks import gpu
 from tests.tape import TapeRecorder
 
 
+@pytest.mark.thorough
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--repeat", "1", "--output-dir", str(tmp_path)]
     report = gpu.main(words, TapeRecorder())

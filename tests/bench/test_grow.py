@@ -105,6 +105,7 @@ def decode(
     return [run.texts, drafted, [result.stats.to_json() for result in results]], results
 
 
+@pytest.mark.thorough
 def test_the_same_text_and_the_same_drafts(
     grow: ModuleType, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_the_same_text_and_the_same_drafts(
     assert outcomes[0][1]["acceptance_length"] > 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "make", "options"),
     [

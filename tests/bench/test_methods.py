@@ -94,6 +94,7 @@ MAX_ACCEPTED = {  # draft tokens that a step of these settings can accept
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [*METHODS])
 def test_figures_of_every_method(method: str, request: pytest.FixtureRequest) -> None:
     case = CASES[method](request)

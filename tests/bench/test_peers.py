@@ -166,6 +166,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_our_engine_and_transformers_as_workers(
     engine: Path, pair: tuple[Path, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

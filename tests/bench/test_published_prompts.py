@@ -83,6 +83,7 @@ def test_human_eval_is_what_a_user_asks(name: str, folder: Path, tmp_path: Path)
     assert [prompt.category for prompt in prompts] == ["humaneval"] * 5
 
 
+@pytest.mark.thorough
 def test_a_report_has_a_row_for_each_task(engine: Path, folder: Path, tmp_path: Path) -> None:
     spec_bench = write_spec_bench(tmp_path)
     report = bench(

@@ -59,6 +59,7 @@ def test_an_option_is_swept_once(tmp_path: Path) -> None:
         read_sweep(make_settings(tmp_path, "draft_budget=auto", "draft_budget=fixed"))
 
 
+@pytest.mark.thorough
 def test_every_value_is_measured(eagle1: Path, tmp_path: Path) -> None:
     """A value that the engine refuses stands in the table with its error, and stops no other."""
     output = tmp_path / "reports"

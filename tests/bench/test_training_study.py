@@ -54,6 +54,7 @@ def words(
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_recipes_are_trained_measured_and_joined(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     study.main([*words, "--only", "kl", "--curve", "300"])
@@ -85,6 +86,7 @@ def test_recipes_are_trained_measured_and_joined(words: list[str], tmp_path: Pat
         study.main([*words, "--minutes", "2"])
 
 
+@pytest.mark.thorough
 def test_recipes_go_on_from_a_drafter_by_equal_tokens(words: list[str], tmp_path: Path) -> None:
     study.main([*words, "--only", "kl"])
     out = tmp_path / "further"

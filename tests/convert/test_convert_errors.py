@@ -292,6 +292,7 @@ def test_types_that_are_refused_where_they_are_needed(
     assert Q_PROJ in convert.fail(model_dir=folder).message
 
 
+@pytest.mark.thorough
 def test_many_tensors_are_listed_quickly(tmp_path: Path) -> None:
     entries = {
         f"model.layers.{i}.weight": {

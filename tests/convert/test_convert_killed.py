@@ -38,6 +38,7 @@ pipeline.convert_model(
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment", ["amid the rank files", "before config.json", "before manifest.json"]
 )
@@ -105,6 +106,7 @@ command.run_command(cli.command, ["--model-dir", model, "--output-dir", output, 
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "status", "message"),
     [

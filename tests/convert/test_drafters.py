@@ -99,6 +99,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_drafter_is_told_by_what_it_holds(name: str, target: Path, tmp_path: Path) -> None:
     option, make = FORMATS[name]
@@ -122,6 +123,7 @@ def test_a_drafter_is_told_by_what_it_holds(name: str, target: Path, tmp_path: P
     assert f"as --{option.replace('_', '-')}, beside" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ReDrafter A", "Medusa", "EAGLE-1", "EAGLE-3", "DFlash z-lab"])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_drafter_added_to_a_checkpoint(

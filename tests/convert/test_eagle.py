@@ -196,6 +196,7 @@ def to_specforge(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     config["eagle_config"] = layers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", [to_safeailab, to_speculators, to_old_speculators, to_specforge])
 def test_every_layout_of_eagle3_gives_the_same(
     edit: Edit, target: Path, eagle3: Path, convert: Converter, tmp_path: Path
@@ -454,6 +455,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors["t2d"][0] ^= True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("version", "edit", "message"),
     [

@@ -65,6 +65,7 @@ def test_every_family_is_here() -> None:
     assert {family.name for family in FAMILIES.values()} == set(CLASSES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [name for name in CLASSES if name not in NOT_QUANTIZED])
 def test_a_family_is_quantized(
     family: str, convert: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def test_every_family_is_here() -> None:
     assert set(TARGETS) == {family.name for family in FAMILIES.values()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", TARGETS)
 def test_targets(family: str, source: Source, tmp_path: Path) -> None:
     golden = TARGETS[family]
@@ -188,6 +189,7 @@ def make_checkpoint(name: str, source: Source, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints(name: str, source: Source, tmp_path: Path) -> None:
     """As a base for a drafter, and as what specdec-verify checks."""

@@ -215,6 +215,7 @@ def scene(request: pytest.FixtureRequest, lasting_dir: Path, tmp_path: Path) -> 
     return scene
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scene", "case"), [(case.base, case) for case in HINT_CASES], indirect=["scene"],
     ids=[f"{case.base}-{case.hint[:50]}" for case in HINT_CASES],

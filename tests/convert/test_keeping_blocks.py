@@ -45,6 +45,7 @@ def run(checkpoint: Path, *flags: object, speculate: bool = True) -> list[list[i
     return generate(TorchEngine(engine, device="cpu", speculate=speculate))[0]
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("kinds", [KINDS, Q3_K_M, MIXED], ids=["Q4_K_M", "Q3_K_M", "mixed"])
 def test_a_file_runs_as_it_is(kinds: dict[str, int], tmp_path: Path) -> None:
@@ -145,6 +146,7 @@ def test_a_hybrid_keeps_heads_that_lie_elsewhere(tmp_path: Path) -> None:
     assert run(kept) == run(kept, speculate=False)
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "kinds"),

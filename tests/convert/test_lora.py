@@ -59,6 +59,7 @@ def train(base: Path, folder: Path, options: dict[str, Any], dtype: str = "float
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_checkpoint_is_that_of_the_merge_by_peft(case: str, tmp_path: Path) -> None:
     """On one rank and on two."""

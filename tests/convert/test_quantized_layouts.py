@@ -121,6 +121,7 @@ def test_modelopts_layout(golden: dict[str, Any], convert: Converter, tmp_path: 
 LIMITS = {"fp8_pc_pt": 0.04, "nvfp4": 0.12, "int8_sq": 0.04, "int4_awq": 0.12, "w4a8_awq": 0.12}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantization", FLAGS)
 def test_ranks_have_parts_of_the_same_numbers(
     quantization: str, convert: Converter, tmp_path: Path

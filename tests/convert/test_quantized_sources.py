@@ -63,6 +63,7 @@ def test_every_format_has_its_cases() -> None:
     assert kept == {name for name, format in SOURCE_FORMATS.items() if format.stored_as}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_plain_weights_are_the_librarys(name: str, convert: Converter, tmp_path: Path) -> None:
     case = CASES[name]
@@ -117,6 +118,7 @@ def test_byte_255_of_e8m0_is_not_a_number(convert: Converter, tmp_path: Path) ->
         assert f"{Q_PROJ}: weight_scale_inv has 1 scales that are NaN or infinite" in message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_are_kept(name: str, convert: Converter, tmp_path: Path) -> None:
     """Numbers, scales, zeros and order are the source's: the products in float32 are equal."""
@@ -216,6 +218,7 @@ FAMILY_CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "name"), FAMILY_CASES)
 def test_every_family_is_read(family: str, name: str, convert: Converter, tmp_path: Path) -> None:
     """With plain weights, its checkpoint is byte for byte that of the unquantized model; and its
@@ -517,6 +520,7 @@ def change_weights(case: Case, values: dict[str, Any]) -> Case:
 KEPT = ["awq", "gptq", "compressed", "fp8-static", "fp8-channel", "modelopt-int4", "modelopt-nvfp4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", [Q_PROJ, "lm_head", "model.embed_tokens"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_checkpoint_holds_plain_only(

@@ -240,6 +240,7 @@ def test_what_unpacks_to_more_than_any_model_is_not_unpacked(tmp_path: Path) -> 
         TorchFile(path)
 
 
+@pytest.mark.thorough
 def test_a_damaged_list_of_records(tmp_path: Path) -> None:
     """Whatever a byte of it says, the weights are the file's own or there is an error."""
     tensor = torch.arange(1, 300, dtype=torch.float32)

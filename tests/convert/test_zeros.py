@@ -37,6 +37,7 @@ def fill(path: Path, start: float, stop: float) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("start", "stop"), [(0.5, 1), (0.9, 1), (0.97, 1), (0.3, 0.4)])
 @pytest.mark.parametrize("kind", [FILE, BIN, "gguf"])
 def test_a_file_that_was_not_finished(
@@ -80,6 +81,7 @@ def test_what_may_be_zero(model: Path, convert: Converter, log: pytest.LogCaptur
     assert "layers.0.self_attn.o_proj.weight is all zero, so that it does nothing" in log.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", families.CLASSES)
 def test_what_transformers_begins_with(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

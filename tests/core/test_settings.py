@@ -98,7 +98,7 @@ def test_empty_recipe_leaves_defaults(tmp_path: Path, empty: str) -> None:
         ("run: {max_len: 3", "is not readable"),
         ("run: {max_len: 2020-13-45}", "is not readable"),
         ("run: !!python/object:os.system {}", "is not readable"),
-        ("run: {texts: " + "[" * 3000, "is not readable"),
+        ("run: {texts: " + "[" * 900, "is not readable"),
         ("run:\n  max_len: 3\n  max_len: 4", "max_len is there twice, again on line 3"),
         ("run: {max_len: 3}\nbuild: {}\nrun: {}", "run is there twice, again on line 3"),
     ],

@@ -448,6 +448,7 @@ def die_between_renames(out: Path) -> None:
         os._exit(9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("die", [die_while_writing, die_between_renames])
 def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path) -> None:
     """Half of an output is removed; what was there before comes back."""

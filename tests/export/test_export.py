@@ -173,6 +173,7 @@ def read_checkpoint(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("config.json", "rank0.safetensors")]
 
 
+@pytest.mark.thorough
 def test_nothing_is_told_of_what_only_lies_between(
     target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_nothing_is_told_of_what_only_lies_between(
 # ---- There and back.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "to"), [(kind, to) for kind in PAIRS for to in PAIRS[kind] if to != "gguf"]
 )
@@ -216,6 +218,7 @@ def test_what_is_exported_is_converted_to_the_same_bytes(
         assert (tmp_path / other / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "config"),
     [("llama", {"rope_theta": 5000.0, "tie_word_embeddings": True}), ("mistral", {}),
@@ -643,6 +646,7 @@ def test_every_lack_has_an_example() -> None:
         ), f"no example of LACKING shows: {fact}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("drafter", "to", "fact", "hint"), LACKING)
 def test_what_a_runtime_lacks_is_refused(
     drafter: str | Callable[[Path, Path], dict[str, Any]], to: str, fact: str, hint: str,
@@ -666,6 +670,7 @@ TARGETS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", list(TARGETS))
 def test_targets_of_eagle3(family: str, tmp_path: Path) -> None:
     model = make_family_model(tmp_path, family, vocab=VOCAB, layers=5, intermediate=96)

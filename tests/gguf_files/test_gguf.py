@@ -50,6 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_find_parent", lambda: tmp_path / "cache")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_llama_cpp_converted_is_the_model(name: str, tmp_path: Path) -> None:
     family, fields = CASES[name]
@@ -525,6 +526,7 @@ def export(source: Path, parent: Path, *flags: str) -> Path:
     return parent / "out" / "model.gguf"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "F32"), ("llama", "BF16"), ("qwen2", "Q8_0"), ("qwen3", "F16")]
 )
@@ -596,6 +598,7 @@ def test_commands_take_a_file(name: str, tmp_path: Path) -> None:
     assert told.stdout.startswith("PASS"), told.stderr
 
 
+@pytest.mark.thorough
 def test_training_and_calibration_take_a_file(tmp_path: Path) -> None:
     """A file's drafter and its int8 checkpoint have the bytes of those of the folder it was."""
     source = make_with_tokenizer(tmp_path, "llama")
@@ -619,6 +622,7 @@ def test_training_and_calibration_take_a_file(tmp_path: Path) -> None:
     assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [

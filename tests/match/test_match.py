@@ -124,6 +124,7 @@ DAMAGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_drafters_with_one_wrong_value(damage: str, models: Path, tmp_path: Path) -> None:
     names = ["ReDrafter A", "Medusa", "EAGLE-1", "EAGLE-3", "DFlash z-lab", "MTP"]

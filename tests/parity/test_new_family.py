@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
@@ -110,6 +111,7 @@ def make_toy(folder: Path) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.thorough
 def test_one_file_is_a_family(tmp_path: Path) -> None:
     """Into a copy of what a wheel installs one file is put; convert, build and run do the rest."""
     site = tmp_path / "site"

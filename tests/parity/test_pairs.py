@@ -186,6 +186,7 @@ CHOSEN += [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), CHOSEN)
 def test_every_drafter_on_every_kind_of_family(
     name: str, kind: str, make: MakeEngine, get_target: Callable[[str], Path]
@@ -199,6 +200,7 @@ def test_every_drafter_on_every_kind_of_family(
     assert outputs == check_reference(get_target(name), LENGTHS, outputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES[::2])
 def test_every_method_without_weights_on_families(
     name: str, make: MakeEngine, get_target: Callable[[str], Path]
@@ -213,6 +215,7 @@ def test_every_method_without_weights_on_families(
         assert generate(engine, LENGTHS, LIMIT) == expected, method
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(NAMES[2 * at], kind) for at, kind in enumerate(DRAFTERS)]

@@ -159,6 +159,7 @@ def compute_rank(decoder: Decoder) -> torch.Tensor:
     return torch.cat([*logits, *run_tree(decoder, cache, shape)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "optimize"), zip(SPLIT, itertools.cycle(["auto", "none"])))
 def test_four_ranks_compute_the_whole_model(
     name: str, optimize: str, make_decoders: MakeDecoders

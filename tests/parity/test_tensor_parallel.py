@@ -21,6 +21,7 @@ NAMES = [
 LENGTHS = (5, SWITCH - LIMIT, 1, 70)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "flags"),
     [(name, []) for name in NAMES] + [("Qwen2MoeForCausalLM-plain", ["--moe-ep-size", 2])],

@@ -50,6 +50,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
+@pytest.mark.thorough
 def test_text_without_kernels_is_that_of_the_weights(parent: Path) -> None:
     texts, accepted = generate(TorchEngine(parent / "blocks-none", device="cpu"))
     assert texts == generate(TorchEngine(parent / "wide-none", device="cpu"))[0]

@@ -128,6 +128,7 @@ def make_requests(**sampling: Any) -> list[Request]:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_text_is_that_of_plain_decoding(

@@ -84,6 +84,7 @@ CHAINS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "chain", "options", "sampling"),
     [

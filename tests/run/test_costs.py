@@ -223,6 +223,7 @@ def test_a_slow_engine(
     assert table.reading * 150 == pytest.approx(0.1 * token, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_whole_drafts_are_measured_where_any_draft_is_dear(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,6 +226,7 @@ def test_the_command_says_what_was_drafted(
     assert stats["load_seconds"] > stats["generate_seconds"], "measuring is a part of loading"
 
 
+@pytest.mark.thorough
 def test_verify_drafts_what_a_run_does(parent: Path) -> None:
     """In every step; a plain engine's suffixes, unless plain decoding is asked for."""
     flags: dict[str, Any] = {"engine_dir": parent / "plain", "model_dir": "m", "device": "cpu"}

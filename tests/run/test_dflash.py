@@ -91,6 +91,7 @@ def expected(target: Path) -> list[list[int]]:
     return continue_by_transformers(target, PROMPTS, LIMIT)
 
 
+@pytest.mark.thorough
 def test_logits_are_the_reference_s(case: Case) -> None:
     """After a prompt, and after accepted tokens have joined the context."""
     drafter, text = case.drafter, PROMPTS[1] + [5, 88, 17, 4, 60]
@@ -113,6 +114,7 @@ def test_logits_are_the_reference_s(case: Case) -> None:
             torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_drafts_are_the_reference_s(case: Case) -> None:
     """The paths of a whole generation; chains and trees."""
     for num_tokens, top_k in ((None, 1), (9, 3)):
@@ -125,6 +127,7 @@ def test_drafts_are_the_reference_s(case: Case) -> None:
                 assert paths == wanted
 
 
+@pytest.mark.thorough
 def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many states wait, and for how long."""
     monkeypatch.setattr(base, "MAX_WAITING_STATES", case.most_waiting)
@@ -132,6 +135,7 @@ def test_drafts_depend_on_the_text_alone(case: Case, monkeypatch: pytest.MonkeyP
     check_drafts_depend_on_the_text_alone(case.engine)
 
 
+@pytest.mark.thorough
 def test_states_wait_until_a_row_is_drafted_for(case: Case) -> None:
     """In a step that reads prompts a few at a time, none of it drafts before all of it is read."""
     case.drafter.use_tree()
@@ -184,6 +188,7 @@ def dict_of(steps: list[tuple[list[int], set[tuple[int, ...]]]]) -> dict[tuple[i
     return {tuple(text): paths for text, paths in steps}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", list(TREES))
 def test_random_drafters_leave_the_text_unchanged(
     case: Case, tree: str, expected: list[list[int]]

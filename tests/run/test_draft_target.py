@@ -98,6 +98,7 @@ def make_requests(number: int, **sampling: Any) -> list[Request]:
     return requests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["draft", "stranger", "target-itself"])
 @pytest.mark.parametrize("draft_len", [1, 3, 6, None])
 @pytest.mark.parametrize("use_logits", [False, True])
@@ -163,6 +164,7 @@ def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:
     assert 0 < sum(0 < n <= 9 for n in erratic.num_read) < len(erratic.num_read)
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_joins_a_nearly_full_row(folder: Path) -> None:
     """The draft model runs the new prompt with one token of a row that is almost at its end."""
     requests = [
@@ -187,6 +189,7 @@ def load_tree(
     return engine, engine.drafter
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["draft", "stranger"])
 @pytest.mark.parametrize(("tree_tokens", "draft_len"), [(1, None), (3, None), (6, None), (6, 2)])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95}])
@@ -288,6 +291,7 @@ def test_levels_end_where_none_could_enter_the_tree(folder: Path) -> None:
     assert sum(num_levels[:half]) < 0.9 * sum(num_levels[half:])
 
 
+@pytest.mark.thorough
 def test_trees_of_the_end_of_the_draft_models_positions(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +325,7 @@ class Guesses(Drafter):
         return [Candidates(pack_beams(r.output_ids[-1], beams)) for r in requests]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "draft", ["sharp", "draft", "padded", "short", "int8", "sharp, in a chain"]
 )
@@ -609,6 +614,7 @@ def test_the_command(folder: Path) -> None:
         assert failed.stdout == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "is_tree", "is_bound"),
     [

@@ -89,6 +89,7 @@ def pycode(tmp_path_factory: pytest.TempPathFactory) -> Pycode:
     return Pycode(tmp_path_factory.mktemp("pycode"))
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(("method", "weights"), zip(METHODS, itertools.cycle(LEAST)))
 def test_pycode_drafters_draft_nearly_as_well(method: str, weights: str, pycode: Pycode) -> None:
@@ -231,6 +232,7 @@ def make_checkpoints(parent: Path, method: str, *flags: object) -> Path:
     return convert(target, parent / f"ckpt-{len(flags)}", folder, drafters[method](), *flags)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("method", ALL)
 def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
@@ -269,6 +271,7 @@ def test_what_is_stored(method: str, weights: str, tmp_path: Path) -> None:
     assert all(torch.equal(ranks[name], tensors[name]) for name in ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "weights", "tp_size"),
     [

@@ -119,6 +119,7 @@ def expected(target: Path) -> list[list[int]]:
 # ---- What is drafted.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
     """Every path of the trees of a whole generation, computed anew from the folder, no cache."""
@@ -134,6 +135,7 @@ def test_drafts_are_the_reference_s(case: Case, tree: str) -> None:
             assert paths == wanted
 
 
+@pytest.mark.thorough
 def test_drafts_depend_on_the_text_alone(case: Case) -> None:
     case.use(("static", "dynamic")[case.number % 2])
     check_drafts_depend_on_the_text_alone(case.engine)
@@ -173,6 +175,7 @@ def test_reused_prefixes_are_not_run_again(case: Case) -> None:
 # ---- The text.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turn", range(2))
 def test_random_drafters_leave_the_text_unchanged(
     case: Case, turn: int, expected: list[list[int]]

@@ -85,6 +85,7 @@ def outputs_of(results: list[ActiveRequest]) -> list[list[int]]:
     return [r.output_ids for r in results]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     # The fewest and the most beams with the shortest and the longest, and some between them; with
     # kernels and without.
@@ -197,6 +198,7 @@ def test_limits_and_ends_cut_inside_a_block(
     assert outputs_of(engine.generate(requests)) == cut, "the same without drafts"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_half_precision_differs_only_at_near_ties(
     target: Path, drafter: Path, tmp_path: Path, dtype: str, bits: int
@@ -236,6 +238,7 @@ def test_half_precision_differs_only_at_near_ties(
         assert min(rounded, exact) <= 8, told
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", ["own", "avx2"])

@@ -104,6 +104,7 @@ def test_each_limit(tmp_path: Path, value: Any) -> None:
             TorchEngine(engine)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "value", "fact"),
     [

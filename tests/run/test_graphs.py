@@ -98,6 +98,7 @@ def run(engine: TorchEngine, requests: list[Request], **options: Any) -> list[li
     return [r.output_ids for r in engine.generate(requests, Options(**options))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_the_text_is_that_without_graphs(parent: Path, method: str) -> None:
     """Rows that end at different steps and are refilled, prefixes shared, one request, again."""
@@ -141,6 +142,7 @@ def test_plain_steps_are_begun_ahead(parent: Path) -> None:
             run(engine, requests)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["redrafter", "eagle3", "dflash", "draft_target, tree"])
 def test_steps_are_begun_ahead_while_a_drafter_rests(
     parent: Path, method: str, monkeypatch: pytest.MonkeyPatch
@@ -484,6 +486,7 @@ def _guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 WAITS_PER_STEP = {"plain": 1, "redrafter": 1, "medusa": 1, "draft_target": 2, "dflash": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_guarded")
 @pytest.mark.parametrize("method", [*WAITS_PER_STEP, "eagle", "eagle3", "draft_target, tree"])
 def test_waits_of_a_step(parent: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def run_chain(decoder: Decoder, cache: KVCache, row: int, tokens: list[int], kep
     return States(last)
 
 
+@pytest.mark.thorough
 @needs_compiler
 @of_all_kinds
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,6 +167,7 @@ def test_a_cancelled_request_leaves_nothing_behind(folder: Path) -> None:
 
 
 # Ranks keep their parts of a state by the same code, of whichever kind it is.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("folder", "size"), [("linear", 1), ("linear", 2), *((kind, 1) for kind in MAKERS)],
     indirect=["folder"],
@@ -214,6 +216,7 @@ def test_places_are_bounded(folder: Path) -> None:
     assert cache.find_prefix(0, 20) == 0, "its state is kept no longer"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("folder", "size", "use_logits"),
     [("linear", 1, False), ("linear", 1, True), ("linear", 2, False),

@@ -144,6 +144,7 @@ def widen_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
     return widened
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimize", ["auto", "none"])
 @pytest.mark.parametrize("kind", ["plain", "full", "int4_awq"])
 def test_text_is_what_transformers_makes_of_a_checkpoint(

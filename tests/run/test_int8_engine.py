@@ -118,6 +118,7 @@ FAMILIES = ("LlamaForCausalLM-plain", "PhiForCausalLM-gelu_new", "Phi3ForCausalL
             "GPT2LMHeadModel-gelu_untied", "Qwen2MoeForCausalLM-plain")  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimize", ["auto", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_the_rounded_weights(family: str, optimize: str, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ METHODS = ["redrafter", "medusa", "eagle", "eagle, dynamic", "dflash", "draft_ta
            "draft_target by wide", "prompt_lookup", "suffix", "lookahead"]  # fmt: skip
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("method", METHODS)
 def test_speculative_text_is_that_of_plain_decoding(parent: Path, method: str) -> None:
@@ -281,6 +283,7 @@ def set_scale(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -179,6 +179,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("pair", "draft_len", "how"), cover(itertools.product(PAIRS, [1, 4, None, "tree"], SAMPLINGS))
 )

@@ -129,6 +129,7 @@ TARGETS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "form", "own", "optimize"),
     [
@@ -149,6 +150,7 @@ def test_drafts_are_those_of_transformers(
     compare_drafts(folder, reference, every=1 if kind == "hybrid" else 3)
 
 
+@pytest.mark.thorough
 def test_mimo_drafts_by_its_own_head(tmp_path: Path) -> None:
     target = make_family_model(tmp_path, "qwen2", vocab=128)
     head = make_mtp_head(tmp_path, target, form="mimo")

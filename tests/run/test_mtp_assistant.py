@@ -99,6 +99,7 @@ def test_chains_are_those_of_transformers(pair: Pair) -> None:
             assert paths == {tuple(drafted[:size]) for size in (1, 2, 3)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(3, 1), (60, 20)])
 def test_texts_are_plain_decodings(pair: Pair, num_tokens: int, top_k: int) -> None:
     """In batches, beyond the window, and cut by the end in the middle of a draft."""

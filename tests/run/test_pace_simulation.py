@@ -251,6 +251,7 @@ def name_world(world: World) -> str:
     return "-".join(str(value) for name, value in vars(world).items() if name != "since")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "draw"), list_draws(), ids=lambda v: name_world(v) if isinstance(v, World) else str(v)
 )
@@ -279,6 +280,7 @@ class Texts(World):
         return super().step(pace, drafts, noise, chance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cost", ["cheap", "dear"])
 @pytest.mark.parametrize("kind", ["pass", "levels", "planned", "whole"])
 def test_hard_texts_do_not_end_drafting_for_the_next(

@@ -77,6 +77,7 @@ def list_linears(engine: TorchEngine) -> list[Linear]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -139,6 +140,7 @@ def list_mapped(path: Path) -> list[range]:
     return [range(int(start, 16), int(stop, 16)) for start, stop in ends]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -191,6 +193,7 @@ def test_every_rank_has_its_own(tmp_path: Path) -> None:
         generate(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "stores_head"),
     [([], False), (["--use-parallel-embedding"], False), (["--use-parallel-embedding"], True)],
@@ -207,6 +210,7 @@ def test_a_tied_embedding_of_ranks(flags: list[object], stores_head: bool, tmp_p
     assert generate(folder, speculate=False) == expected == generate(build_plain(folder))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["redrafter", "eagle"])
 @pytest.mark.parametrize("stores_head", [False, True])

@@ -44,6 +44,7 @@ def continue_with_transformers(folder: Path, plain: Tensors) -> list[list[int]]:
 
 
 # One a format; two where it has numbers that a checkpoint holds and others that it does not.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["awq", "gptq-act-order", "gptq-8-bits", "compressed-asymmetric", "fp8-static", "fp8-channel",
@@ -81,6 +82,7 @@ def test_a_backend_that_lacks_a_layout_names_the_way_out(tmp_path: Path) -> None
         assert "--dequantize" in caught.value.hint
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["awq", "gptq-act-order", "gptq-whole-rows", "compressed-asymmetric", "modelopt-int4"],

@@ -101,6 +101,7 @@ def alone(engines: dict[str, TorchEngine], tokenizer: Any) -> list[Any]:
     return [summarize(engines["plain"].generate([r], options)[0]) for r in mix_requests(40)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_forty_mixed_requests(
     engines: dict[str, TorchEngine], tokenizer: Any, alone: list[Any], method: str

@@ -258,6 +258,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "params"), WAYS)
 def test_texts_follow_the_target(method: str, params: SamplingParams) -> None:
     texts = write_texts([METHODS[method]] * NUM_TEXTS, with_seeds(params, 10**6, NUM_TEXTS))
@@ -292,6 +293,7 @@ def test_rows_of_a_mixed_batch_follow_the_target() -> None:
     assert texts[greedy:] == [best] * len(METHODS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "params"), [(method, params) for method, params in WAYS if method in EXACT_BY_SEED]
 )

@@ -53,6 +53,7 @@ def find_probs(logits: list[float]) -> np.ndarray:
     return probs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["beams", "draft model, ratio", "dynamic tree"])
 def test_shaped_texts_follow_their_distribution(method: str) -> None:
     """False alarm: one seed in ten thousand, as of every test of this kind."""
@@ -129,6 +130,7 @@ def ban_by_hand(logits: list[float], text: list[int]) -> list[float]:
     return [-math.inf if token in banned else value for token, value in enumerate(logits)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["beams", "draft model, ratio", "dynamic tree"])
 def test_texts_without_what_is_banned_follow_their_distribution(method: str) -> None:
     exact = np.zeros((VOCAB,) * LENGTH)

@@ -146,6 +146,7 @@ def generate_alone(folder: Path, limit: int) -> list[list[int]]:
 
 
 # Four ranks are more than key/value heads, which are doubled; short, as two cores run all four.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "size"),
     [*((method, 2) for method in METHODS), ("target", 4), ("redrafter", 4), ("eagle3", 4)],
@@ -160,6 +161,7 @@ def test_several_ranks_give_the_text_of_one(folder: Path, method: str, size: int
     assert [r.output_ids for r in results] == generate_alone(folder, limit)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "draft_size", "use_logits", "tree_tokens"),
     # Four ranks, which the tests before have started, then the two that those after use.

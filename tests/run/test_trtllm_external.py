@@ -128,6 +128,7 @@ def test_an_end_token_in_the_prompt_ends_nothing(world: World, target: Path, dra
     assert report["outputs"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [0, 5, 6, 7, 8])
 def test_an_end_token_anywhere_in_a_step_ends_the_output(
     world: World, target: Path, draft: Path, at: int

@@ -88,6 +88,7 @@ def test_steps_are_not_told_without_the_runtimes_count(
     assert report["stats"]["acceptance_length"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keeps_end", ["0", "1"])
 def test_the_end_token_ends_the_output_whether_or_not_the_runtime_returns_it(
     world: World, plain: Path, redrafter: Path, monkeypatch: pytest.MonkeyPatch, keeps_end: str
@@ -212,6 +213,7 @@ DEEP = str([[0] * n for n in range(1, 7)])
 REUSE = {"kv_cache_enable_block_reuse": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "settings", "error", "message"),
     [

@@ -127,6 +127,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("operators", "family", "window", "method", "rows"), cover(ROWS))
 def test_text_is_that_of_plain_decoding(
     operators: str, family: str, window: int, method: str, rows: int, models: Models
@@ -160,6 +161,7 @@ SHAPES: dict[str, Callable[[int], list[int]]] = {  # a level's parents, by its d
 }
 
 
+@pytest.mark.thorough
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("operators", "family", "window", "shape"),

@@ -90,6 +90,7 @@ def tell(kind: type[EndpointAnswer], name: str, tokenizer: Any, events: Any) -> 
     return items, [n for at, n in enumerate(names) if "delta" not in n or n != names[at - 1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop", [[], ["}}"], ["f[", "🙂x", "} é"]], ids=["whole", "cut", "other"])
 @pytest.mark.parametrize("kind", [ChatAnswer, ResponseAnswer])
 @pytest.mark.parametrize("name", TEXTS)

@@ -456,6 +456,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("body", "param", "message"), REFUSED)
 def test_refusals_name_the_parameter(
     url: str, body: dict[str, Any], param: str, message: str

@@ -179,6 +179,7 @@ def test_an_answer_is_counted_before_it_can_be_had(folder: Path) -> None:
     assert counter.early == [False]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "count", "least", "options"),
     [
@@ -256,6 +257,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options", "own"),
     [

@@ -447,6 +447,7 @@ KEPT: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize(("name", "given", "allowed", "forbidden"), KEPT)
 def test_grammars(

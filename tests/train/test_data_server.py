@@ -259,6 +259,7 @@ FAILURES: dict[str, Reply] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FAILURES)
 def test_what_passes_is_tried_again(run_data: RunData, tmp_path: Path, kind: str) -> None:
     write_prompts(tmp_path / "in.jsonl", 2)
@@ -527,6 +528,7 @@ def test_nobody_listens(run_data: RunData, tmp_path: Path, monkeypatch: pytest.M
     assert list_files(tmp_path) == ["in.jsonl"], "nothing to resume"
 
 
+@pytest.mark.thorough
 def test_a_server_that_dies_ends_the_run(
     run_data: RunData, tmp_path: Path, recorded: Callable[[int], bool]
 ) -> None:
@@ -611,6 +613,7 @@ def test_requests_are_concurrent(run_data: RunData, tmp_path: Path, concurrency:
     assert server.most_at_once == concurrency
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on(run_data: RunData, tmp_path: Path) -> None:
     """No row is lost, none comes twice, and only what was under way is asked again."""
     path = write_prompts(tmp_path / "in.jsonl", 60)

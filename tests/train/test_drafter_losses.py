@@ -348,6 +348,7 @@ def compute_reference(
     return total, seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_loss_and_gradients_match_the_formulas(kind: str) -> None:
     drafter = make_drafter(kind)

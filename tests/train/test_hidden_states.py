@@ -59,6 +59,7 @@ def read_bytes(folder: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_are_the_bytes_of_a_run_with_the_target(
     kind: str, run_train: Any, inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

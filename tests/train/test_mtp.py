@@ -36,6 +36,7 @@ def load(folder: Path) -> Any:
     return load_target(str(folder), config, "float32", torch.device("cpu"), with_head=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_head_that_learned_a_text_is_accepted_in_an_engine(kind: str, tmp_path: Path) -> None:
     """Its target's own text, by heart: of every step nearly all that is drafted is accepted.

@@ -26,6 +26,7 @@ def count_states(folder: Path) -> int:
     )
 
 
+@pytest.mark.thorough
 def test_a_plan_is_what_the_training_takes(
     run_train: Any, target_dir: Path, data_file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

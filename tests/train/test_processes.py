@@ -66,6 +66,7 @@ def train_all(folder: Path, inputs: list[str]) -> None:
     train(KILLED, "stopped", "--shard-drafter", "--resume")
 
 
+@pytest.mark.thorough
 def test_every_method_in_two_processes(
     run_train: Any, target_dir: Path, data_file: Path, tmp_path: Path
 ) -> None:

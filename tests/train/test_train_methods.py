@@ -85,6 +85,7 @@ def test_every_method_has_its_case_here() -> None:
     assert {flags[1] for flags in KINDS.values()} == set(TRAINABLE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", MEASURED)
 def test_every_evaluation_converts_builds_and_runs(
     kind: str, run_train: Any, inputs: Any, stages_here: list[str], target_dir: Path, tmp_path: Path
@@ -264,6 +265,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["redrafter", "p-eagle", "dspark"])
 def test_sanity_passes_where_one_row_can_be_learned(
     kind: str, train: Train, tmp_path: Path
@@ -419,6 +421,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_other_families_train_convert_and_run(
     name: str, kind: str, train: Train, stages_here: list[str], tokenizer: Any, tmp_path: Path

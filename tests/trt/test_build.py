@@ -70,6 +70,7 @@ MAKERS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", MAKERS)
 def test_real_engines_of_drafters(method: str, tmp_path: Path) -> None:
     target = make_llama(tmp_path, layers=2, dtype="float16")

@@ -218,6 +218,7 @@ CASES: dict[str, tuple[str, str | None, Sequence[object], Sequence[str], Sequenc
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_engines_hold_their_own_weights(name: str, recorder: Recorder, tmp_path: Path) -> None:
     dtype, method, flags, capabilities, more = CASES[name]
@@ -323,6 +324,7 @@ BREAKS: dict[str, tuple[Callable[[], Any], str, Callable[..., Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BREAKS)
 def test_breaks_show(
     name: str, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

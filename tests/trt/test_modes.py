@@ -74,6 +74,7 @@ def build_torch(checkpoint: Path, folder: Path, *flags: object) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_drafters_of_checkpoints(way: str, target: Path, tmp_path: Path) -> None:
     method, sizes, flags = WAYS[way]
@@ -109,6 +110,7 @@ EXTERNAL = (
 LOOKAHEAD = ("--speculative-decoding-mode", "lookahead_decoding", "--max-draft-len", 11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["prompt_lookup", "suffix", "lookahead", "draft_model", "draft_tree", "draft_networks"]
 )

@@ -47,6 +47,7 @@ def load_both(
     yield load_here(parent / "two", parent / "engine", *build, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
     target = make_model(tmp_path / "model", name)
@@ -62,6 +63,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "flags"),
     [("redrafter", ROWS), ("medusa", ()), ("eagle", ROWS), ("eagle3", ()), ("eagle3", ROWS)],
@@ -90,6 +92,7 @@ def test_quantized_weights(
     ours.close()
 
 
+@pytest.mark.thorough
 def test_real_engines(tmp_path: Path) -> None:
     """Of both ranks, whose layers sum, look up and join."""
     target = make_llama(tmp_path, layers=2, dtype="float16")

@@ -53,6 +53,7 @@ def test_what_a_model_has_is_followed_or_refused() -> None:
     assert {field.name for field in dataclasses.fields(Architecture)} == COMPUTED | refused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DENSE if TAKES_ALL else SHORT)
 def test_family_equals_transformers(name: str, tmp_path: Path) -> None:
     """Logits of chunks, single tokens and a tree; greedy text, windows and switches exceeded."""

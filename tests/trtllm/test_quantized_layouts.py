@@ -73,6 +73,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Any]],
     return get
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("flags", "label", "refusal", "match"), LAYOUTS)
 def test_what_the_line_loads_of_quantized_matrices(
     quantized: Callable[[list[Any]], Path],

@@ -58,6 +58,7 @@ def list_texts(report: Any) -> list[Any]:
     return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("method", ["plain", "draft_target"])
 def test_the_targets_text_on_both_numbers_of_ranks(
@@ -66,6 +67,7 @@ def test_the_targets_text_on_both_numbers_of_ranks(
     check_mode(world, monkeypatch, method, tp_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [way for way in WAYS if way not in ("plain", "draft_target")])
 def test_every_mode_writes_the_targets_text(
     world: World, monkeypatch: pytest.MonkeyPatch, method: str

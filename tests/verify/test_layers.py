@@ -92,6 +92,7 @@ def break_model(model: Path, folder: Path, name: str, change: Change | float) ->
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", BREAKS)
 def test_the_broken_part_is_named(family: str, tmp_path: Path) -> None:
     """Each break is the only one of its model; first the whole model, in which none differs."""
@@ -131,6 +132,7 @@ def test_no_part_differs_where_drafts_or_a_kernel_of_all_layers_are_at_fault(
     assert compare_layers(engine, str(model), TOKENS, "bfloat16", "cpu") == expected
 
 
+@pytest.mark.thorough
 def test_verify_names_the_part_in_its_report_and_its_error(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "LlamaForCausalLM-plain")
     engine = make_engine(tmp_path, model, optimize="none")

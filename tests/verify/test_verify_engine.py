@@ -106,6 +106,7 @@ def verify(engine: Path, model: Path, **flags: Any) -> Report:
 # ---- Right engines.
 
 
+@pytest.mark.thorough
 def test_a_redrafter_engine_is_exact(
     redrafter: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_redrafter_engine_is_exact(
         assert 0 < test["detectable_distance"] < 0.4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "method", "flags"),
     [

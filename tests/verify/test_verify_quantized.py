@@ -40,6 +40,7 @@ def verify(engine: Path, parent: Path, **flags: Any) -> Report:
     )
 
 
+@pytest.mark.thorough
 def test_a_right_engine_is_lossy(engine: Path, parent: Path) -> None:
     report = verify(engine, parent, max_output_len=40)
     json.dumps(report)
