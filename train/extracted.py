@@ -16,13 +16,12 @@ from specdec.system.logs import get_logger
 
 from .parts import PartsPlan, TargetParts
 from .rows import Array, TokenRows
-from .settings import TrainSettings
+from .settings import LAYERS_FLAG, TrainSettings
 from .state_files import StatesFolder, StatesForm, read_states
 from .state_server import FLAG, StatesServer
 from .target import FrozenTarget, RowBatch, get_name, join_rows
 
 CONCURRENCY = 16  # rows that are asked for at the same time
-LAYERS_FLAG = "--hidden-states-layers"
 # A logit may be less than the largest by this share of it and still be that of the decoded token:
 # server and trainer round otherwise.
 NEAR_TIE = 0.02

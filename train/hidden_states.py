@@ -41,11 +41,11 @@ from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_
 from specdec.system.logs import get_logger
 
 from . import fp8
-from .extracted import LAYERS_FLAG
 from .features import OutputHead
 from .rows import TokenRows
+from .settings import LAYERS_FLAG
 from .setup import Setup, list_inputs, open_target, read_bytes
-from .state import name_source, refuse_changes
+from .state import list_inferred, name_source, refuse_changes
 from .target import FrozenTarget, RowBatch, get_name, join_rows, make_batch, make_head
 
 KIND = "hidden-states"  # `kind` of the manifest
@@ -218,7 +218,7 @@ def write_states(
         folder, force=False, inputs=list_inputs(setup.settings), resume=True,
         full_disk_hint="make room on its disk and run it again: it goes on with what is written",
     ) as partial:  # fmt: skip
-        _start_folder(folder, partial, plan)
+        _start_folder(folder, partial, plan, list_inferred(setup.settings))
         wait()
         target = _open_writer(plan, setup)
         _write_share(partial, plan, target, setup)
@@ -243,8 +243,11 @@ def _open_writer(plan: StatesPlan, setup: Setup) -> FrozenTarget:
     return target
 
 
-def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
-    """Check the files of a killed run, and that the disk has room for the missing ones."""
+def _start_folder(folder: Path, partial: Path, plan: StatesPlan, inferred: list[str]) -> None:
+    """Check the files of a killed run, and that the disk has room for the missing ones.
+
+    inferred: see `refuse_changes`.
+    """
     journal = partial / JOURNAL_NAME
     if journal.is_file():
         journal_facts = read_json(journal)
@@ -252,8 +255,8 @@ def _start_folder(folder: Path, partial: Path, plan: StatesPlan) -> None:
             f"{partial} was started with something else",
             {**_read_facts(journal_facts), "layers": journal_facts["layers"]},
             {**plan.facts, "layers": list(plan.layers)},
-            hint="remove it, or name another folder",
-        )
+            hint="remove it, or name another folder", inferred=inferred,
+        )  # fmt: skip
     write_json(journal, plan.describe())
     missing_shards = [shard for shard in plan.shards if not _is_complete(partial, plan, shard)]
     if len(missing_shards) < len(plan.shards):

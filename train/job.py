@@ -15,10 +15,12 @@ from specdec.files.tensor_file import TensorFile
 from specdec.system.logs import get_logger
 
 from .setup import Setup, open_target
-from .start_config import compare_config
+from .start_config import compare_config, open_start
 
 if TYPE_CHECKING:
-    from .methods.base import TrainableDrafter
+    from torch import Tensor
+
+    from .methods.base import TrainableDrafter, TrainingMethod
     from .rows import TokenRows
     from .state import TrainingState
     from .target import FrozenTarget
@@ -49,7 +51,7 @@ class TrainingJob(Setup):
 
 def prepare_job(setup: Setup) -> TrainingJob:
     """Load the target, open the training's state, and load or make the rows."""
-    from .state import TrainingState, collect_facts, name_hashes, name_source
+    from .state import TrainingState, collect_facts, list_inferred, name_hashes, name_source
     from .target import describe_target
 
     settings, accelerator, config = setup.settings, setup.accelerator, setup.config
@@ -63,7 +65,7 @@ def prepare_job(setup: Setup) -> TrainingJob:
         facts = collect_facts(
             settings, setup.dtype, accelerator.num_processes, target_files, data_files
         ) | name_source(setup)
-        state.open(facts, resume=settings.resume)
+        state.open(facts, resume=settings.resume, inferred=list_inferred(settings))
     accelerator.wait_for_everyone()
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
     train_rows, heldout_rows = load_rows(setup, state, vocab_size)
@@ -102,8 +104,8 @@ def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> Trainab
     target.token_counts = rows.count_tokens(target.shape.vocab_size)
     drafter = method.build(settings, target)
     if settings.start_from is not None:
-        path = settings.start_from / method.weights_name
-        load_weights(drafter, path, method.list_shared(target), method.optional_prefixes)
+        file = open_start(settings.start_from, method.weights_name)
+        load_weights(drafter, file, method, method.list_copies(target))
         if (settings.start_from / "config.json").is_file():
             compare_config(settings.start_from, method.describe(drafter, target))
     drafter.to(setup.accelerator.device)
@@ -111,30 +113,60 @@ def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> Trainab
 
 
 def load_weights(
-    drafter: TrainableDrafter,
-    path: Path,
-    shared_tensors: Mapping[str, Any],
-    optional_prefixes: tuple[str, ...],
-) -> None:
+    drafter: TrainableDrafter, file: TensorFile, method: TrainingMethod,
+    target_tensors: Mapping[str, Tensor],
+) -> None:  # fmt: skip
     """Give the drafter the weights of a written drafter.
 
-    shared_tensors: tensors in that file that are the target's. optional_prefixes: see
-    TrainingMethod.
+    target_tensors: tensors of the target that the file may repeat.
     """
     from specdec.files.torch_tensors import to_tensor
 
-    file = TensorFile(path)
-    file_tensors = {name: info for name, info in file.tensors.items() if name not in shared_tensors}
+    refuse_other_copies(file, target_tensors)
+    names = name_tensors(file, method, target_tensors)
     written = drafter.finish_weights(drafter.state_dict())
     drafter_shapes = {name: list(tensor.shape) for name, tensor in written.items()}
-    fresh_names = [n for n in drafter_shapes if n.startswith(optional_prefixes)]
-    for name in [n for n in fresh_names if n not in file_tensors]:
-        logger.info("--start-from: %s has no %s, which begins anew", path, name)
+    fresh_names = [n for n in drafter_shapes if n.startswith(method.optional_prefixes)]
+    for name in [n for n in fresh_names if n not in names]:
+        logger.info("--start-from: %s has no %s, which begins anew", file.path, name)
         del drafter_shapes[name]
-    file_shapes = {name: list(info.shape) for name, info in file_tensors.items()}
-    refuse_shapes(path, file_shapes, drafter_shapes)
-    weights = {name: to_tensor(file.read(name), info.dtype) for name, info in file_tensors.items()}
+    file_shapes = {name: list(file.tensors[stored].shape) for name, stored in names.items()}
+    refuse_shapes(file.path, file_shapes, drafter_shapes)
+    weights = {
+        name: to_tensor(file.read(stored), file.tensors[stored].dtype)
+        for name, stored in names.items()
+    }
     drafter.load_state_dict(drafter.state_dict() | weights)
+
+
+def name_tensors(
+    file: TensorFile, method: TrainingMethod, target_tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Map our names of the drafter's own tensors to those in the file."""
+    names = {}
+    for stored in file.tensors.keys() - target_tensors.keys() - set(method.derived_tensors):
+        name = stored
+        for published, prefix in method.published_prefixes.items():
+            if stored.startswith(published):
+                name = prefix + stored.removeprefix(published)
+        names[name] = stored
+    return names
+
+
+def refuse_other_copies(file: TensorFile, target_tensors: Mapping[str, Tensor]) -> None:
+    """Raise SpecDecError where a tensor that a drafter shares with its target is another one."""
+    from specdec.files.torch_tensors import to_tensor
+
+    for name, tensor in target_tensors.items():
+        if (info := file.tensors.get(name)) is None:
+            continue
+        copy = to_tensor(file.read(name), info.dtype).to(tensor.device, tensor.dtype)
+        if copy.shape != tensor.shape or not copy.allclose(tensor, rtol=2**-7, atol=1e-6):
+            raise SpecDecError(
+                f"--start-from: {name} {list(copy.shape)} in {file.path} is not the target's"
+                f" {list(tensor.shape)}, which a training keeps",
+                "give the target that the drafter was trained for",
+            )
 
 
 def refuse_shapes(

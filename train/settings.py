@@ -20,6 +20,7 @@ EVALUATION = option_group("Evaluation", rare=True)
 LOSSES = ("kl", "ce", "tv", "lk", "lk_hybrid", "ce_l1")  # of loss_table.py, which imports torch
 TRACKERS = ("tensorboard", "wandb", "trackio")  # modules and extras of these names
 DEPTH_WEIGHTINGS = ("decay", "uniform", "reach", "dpace")
+LAYERS_FLAG = "--hidden-states-layers"
 TRAINABLE = tuple(name for name, method in METHODS.items() if method.training is not None)
 
 
@@ -47,8 +48,8 @@ class TrainSettings:
     )  # fmt: skip
     start_from: Path | None = MODELS_DATA(
         help="Go on from this drafter, instead of fresh weights: a folder that specdec-train"
-        " wrote, of the same method and sizes; P-EAGLE also from an EAGLE-3, and a DFlash with a"
-        " Markov head from one without.", metavar="DRAFTER",
+        " wrote, or a published one, of the same method and sizes; P-EAGLE also from an EAGLE-3,"
+        " and a DFlash with a Markov head from one without.", metavar="DRAFTER",
     )  # fmt: skip
     max_steps: int | None = LENGTH_SPEED(help="Number of optimizer steps.", minimum=1, metavar="N")
     num_epochs: float | None = LENGTH_SPEED(

@@ -1,16 +1,22 @@
-"""Comparison of a training with the config.json of the drafter that it goes on from.
+"""Files of the drafter that a training goes on from, and the facts of its config.json.
 
-The sizes of tensors show most differences; here are the facts that no tensor has.
+The sizes of tensors show most differences; here are the facts that no tensor has. Those of its
+layers, a training follows; the others must be its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import Problems
+from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import read_json
+from specdec.files.tensor_file import TensorFile
+from specdec.model.config import ModelConfig
+from specdec.model.config_reader import ConfigReader, read_rotary
+from specdec.model.rotary_scaling import STEADY_SCALINGS, get_kind
 from specdec.system.logs import get_logger
 
 # Keys that are compared where both have them.
@@ -27,7 +33,88 @@ SECTIONS = ("eagle_config", "dflash_config")  # objects of config.json that hold
 # Target's layers, from 0, by whose outputs a drafter drafts. A target that was grown has others.
 LAYER_KEYS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
 
+# Facts of a drafter's layers that are followed: fields of ModelConfig -> keys of config.json.
+LAYER_FACTS = {
+    "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim", "norm_epsilon": "rms_norm_eps", "rotary_base": "rope_theta",
+    "rotary_scaling": "rope_scaling",
+}  # fmt: skip
+ROTARY_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
 logger = get_logger(__name__)
+
+
+def open_start(folder: Path, weights_name: str) -> TensorFile:
+    """Open the weights of a written drafter; SpecDecError where they are not there."""
+    path = folder / weights_name
+    if not path.is_file():
+        files = join_names(sorted(entry.name for entry in folder.iterdir())) or "no file"
+        raise SpecDecError(
+            f"--start-from: {folder} has no {weights_name}; it has {files}",
+            "give a drafter of the same --method; weights of a .bin or .pt file must be saved anew,"
+            f" as {weights_name}, by safetensors.torch.save_file",
+        )
+    return TensorFile(path)
+
+
+def follow_layers(folder: Path | None, model: ModelConfig) -> ModelConfig:
+    """Return layers with the heads, norms and rotary embedding of a written drafter.
+
+    folder: of the drafter that is trained further, None for a fresh one. model: layers by the
+    target, which has the facts that its config.json lacks.
+    """
+    if folder is None or not (folder / "config.json").is_file():
+        return model
+    config = read_json(folder / "config.json")
+    reader = ConfigReader(config, folder / "config.json")
+    values = _read_heads(reader, model)
+    if "rms_norm_eps" in config:
+        values["norm_epsilon"] = reader.get_float("rms_norm_eps")
+    if any(key in config for key in ROTARY_KEYS):
+        values |= _read_rotary(reader, model)
+    reader.finish()
+    followed = dataclasses.replace(model, **values)
+    followed.find_scaling_problems().raise_all()
+    changed = [
+        f"{key} {getattr(followed, name)} (the target has {getattr(model, name)})"
+        for name, key in LAYER_FACTS.items() if getattr(followed, name) != getattr(model, name)
+    ]  # fmt: skip
+    if changed:
+        logger.info("--start-from: %s keeps its own %s", folder, join_names(changed))
+    return followed
+
+
+def _read_heads(reader: ConfigReader, model: ModelConfig) -> dict[str, Any]:
+    """Read the heads of attention, as transformers reads a Llama's; nothing where none are told."""
+    if "num_attention_heads" not in reader.config:
+        return {}
+    heads = reader.get_int("num_attention_heads")
+    kv_heads = reader.get_int("num_key_value_heads", heads)
+    size = reader.get_int("head_dim", max(1, model.hidden_size // heads))
+    if heads % kv_heads or size % 2:
+        reader.refuse(
+            f"{heads} heads of {size} with {kv_heads} of keys and values",
+            "correct num_attention_heads, num_key_value_heads and head_dim",
+        )
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_size": size}
+
+
+def _read_rotary(reader: ConfigReader, model: ModelConfig) -> dict[str, Any]:
+    """Read the rotary embedding; note what a drafter's layers do not compute."""
+    rotary = read_rotary(reader)
+    kind = get_kind(rotary.scaling or {})
+    if rotary.scaling and kind not in STEADY_SCALINGS:
+        reader.refuse(
+            f"its rotary scaling is {kind}, and drafters are trained with none or with"
+            f" {join_names(STEADY_SCALINGS)}",
+            "train a fresh drafter, without --start-from",
+        )
+    if rotary.by_layer_type or rotary.fraction not in (None, 1):
+        reader.refuse(
+            "its rotary embedding is of a part of each head, or of each layer's own kind",
+            "train a fresh drafter, without --start-from",
+        )
+    return {"rotary_base": rotary.base or model.rotary_base, "rotary_scaling": rotary.scaling}
 
 
 def compare_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -37,13 +124,13 @@ def compare_config(folder: Path, config: Mapping[str, Any]) -> None:
     so they are a warning.
     """
     path = folder / "config.json"
-    start_facts, facts = flatten_config(read_json(path)), flatten_config(config)
+    both_facts = start_facts, facts = flatten_config(read_json(path)), flatten_config(config)
     problems = Problems()
     for key in (*SHARED_KEYS, *DEFAULTS):
         if key in DEFAULTS:
-            values = [found.get(key, DEFAULTS[key]) for found in (start_facts, facts)]
+            values = [one.get(key, DEFAULTS[key]) for one in both_facts]
         else:
-            values = [found[key] for found in (start_facts, facts) if key in found]
+            values = [one[key] for one in both_facts if key in one]
         if len(values) == 2 and values[0] != values[1]:
             problems.add(
                 f"--start-from: {key} in {path} is {values[0]!r}, of this training {values[1]!r}",
@@ -66,13 +153,19 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in SECTIONS:
         section = config.get(name)
         facts |= section if isinstance(section, dict) else {}
-    scaling = facts.get("rope_scaling")
-    if isinstance(scaling, dict):
-        scaling = {"rope_type" if key == "type" else key: scaling[key] for key in scaling}
-        scaling = {
-            key: value
-            for key, value in scaling.items()
-            if value is not None and key != "rope_theta"
-        }
-        facts["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+    if any(key in facts for key in ROTARY_KEYS):
+        facts |= flatten_rotary(config)
     return facts
+
+
+def flatten_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rotary embedding as transformers 4 wrote it, without keys that are null."""
+    reader = ConfigReader(config, Path("config.json"))
+    rotary = read_rotary(reader)
+    reader.finish()
+    scaling = {
+        "rope_type" if key == "type" else key: value
+        for key, value in (rotary.scaling or {}).items() if value is not None
+    }  # fmt: skip
+    base = {} if rotary.base is None else {"rope_theta": rotary.base}
+    return base | {"rope_scaling": scaling or None}

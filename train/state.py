@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from specdec.files.reading import parse_json, read_json, write_json
 from specdec.options import name_flag
 from specdec.system.logs import get_logger
 
-from .settings import TrainSettings
+from .settings import LAYERS_FLAG, TrainSettings
 
 if TYPE_CHECKING:
     from .setup import Setup
@@ -39,6 +39,7 @@ UNCOMPARED_SETTINGS = frozenset(
     " hidden_states_layers resume force json".split()
 )
 
+START_FACT = "sha256 of --start-from's config.json"
 FULL_DISK_HINT = "make room on its disk, then continue with --resume"
 
 logger = get_logger(__name__)
@@ -63,15 +64,26 @@ class TrainingState:
                 "continue it with --resume, or start over with --force",
             )
 
-    def open(self, facts: Mapping[str, Any], *, resume: bool) -> None:
+    def open(
+        self, facts: Mapping[str, Any], *, resume: bool, inferred: Collection[str] = ()
+    ) -> None:
         """Start a new training, or check that the interrupted one has equal facts.
 
-        facts: settings and hashes that the weights depend on.
+        facts: settings and hashes that the weights depend on. inferred: see `refuse_changes`.
         """
         if self._settings.is_file() and resume:
+            earlier_facts = read_json(self._settings)
+            hint = "give what it was started with, or start over with --force"
+            if LAYERS_FLAG in facts.keys() - earlier_facts.keys() - set(inferred):
+                hint = (
+                    f"it was begun by an earlier specdec, which did not record {LAYERS_FLAG}: leave"
+                    " the option out if it was started without; if it was started with the same,"
+                    f' add "{LAYERS_FLAG}": "{facts[LAYERS_FLAG]}" to {self._settings}; else start'
+                    " over with --force"
+                )
             refuse_changes(
-                "--resume: not the same training", read_json(self._settings), facts,
-                hint="give what it was started with, or start over with --force",
+                "--resume: not the same training", earlier_facts, facts, hint=hint,
+                inferred=inferred,
             )  # fmt: skip
             return
         if resume:
@@ -176,13 +188,18 @@ class TrainingState:
 
 
 def refuse_changes(
-    message: str, earlier_facts: Mapping[str, Any], facts: Mapping[str, Any], *, hint: str
-) -> None:
-    """Raise SpecDecError that names every fact that changed."""
+    message: str, earlier_facts: Mapping[str, Any], facts: Mapping[str, Any], *, hint: str,
+    inferred: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Raise SpecDecError that names every fact that changed.
+
+    inferred: names of facts that follow from others, so that earlier facts may lack them.
+    """
     changed = [
         f"{name} is {facts.get(name)!r}, was {earlier_facts.get(name)!r}"
         for name in dict.fromkeys([*earlier_facts, *facts])
         if earlier_facts.get(name) != facts.get(name)
+        and not (name in inferred and name not in earlier_facts)
     ]
     if changed:
         raise SpecDecError(f"{message}: {'; '.join(changed)}", hint)
@@ -206,7 +223,19 @@ def collect_facts(
     facts["rows of a step"] = (
         settings.batch_size * settings.gradient_accumulation_steps * num_processes
     )
+    start = settings.start_from
+    if start is not None and (start / "config.json").is_file():
+        facts[START_FACT] = describe_file(start / "config.json")["sha256"]
     return facts | name_hashes(target_files, data_files)
+
+
+def list_inferred(settings: TrainSettings) -> list[str]:
+    """List facts that trainings and kept states of an earlier specdec lack and need not have.
+
+    A drafter of --start-from had to agree with the settings. Layer ids that are not given follow
+    from the drafter: a server or folder with others has another number of states.
+    """
+    return [START_FACT, *([LAYERS_FLAG] if settings.hidden_states_layers is None else [])]
 
 
 def name_source(setup: Setup) -> dict[str, str]:
@@ -215,7 +244,7 @@ def name_source(setup: Setup) -> dict[str, str]:
     if source is None:
         return {}
     from .engine_states import is_engine
-    from .extracted import LAYERS_FLAG, choose_layer_ids
+    from .extracted import choose_layer_ids
 
     if not is_engine(source):
         layers = setup.method.choose_layers(setup.settings, setup.config)

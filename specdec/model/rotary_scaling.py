@@ -28,6 +28,8 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": (("partial_rotary_factor",), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }  # fmt: skip
+# Those with which a position's angles depend on the position alone, not on the text's length.
+STEADY_SCALINGS = ("linear", "llama3", "yarn")
 TYPE_KEYS = ("rope_type", "type")
 # Keys of any scaling: transformers writes them too, and they change nothing.
 COMMON_KEYS = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError
 from specdec.files.acceptance import read_acceptance
@@ -210,6 +210,29 @@ def test_a_drafter_of_other_facts_is_no_start(
     other = train(kind, "out", *one, *flags, "--start-from", first, ends=1)
     assert f"--start-from: {fact.format(first / 'config.json')}" in other.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_published_drafter_goes_on_with_its_own_layers(train: Train, tmp_path: Path) -> None:
+    """In others' names, and with heads and a rotary embedding that are not the target's."""
+    first, still = tmp_path / "first", ("--max-steps", 1, "--learning-rate", 1e-30)
+    train("eagle3", "first", "--max-steps", 1)
+    config = json.loads((first / "config.json").read_text())
+    heads, size = config["num_attention_heads"], config["head_dim"]
+    own = {
+        "num_attention_heads": 2 * heads, "head_dim": size // 2, "rms_norm_eps": 1e-4,
+        "num_key_value_heads": 2 * config["num_key_value_heads"], "rope_theta": 777.0,
+    }  # fmt: skip
+    (first / "config.json").write_text(json.dumps(config | own))
+    written = load_file(first / "model.safetensors")
+    published = {name.replace("layers.0.", "midlayer."): x for name, x in written.items()}
+    save_file({**published, "t2d": torch.ones(320, dtype=torch.bool)}, first / "model.safetensors")
+    done = train("eagle3", "again", *still, "--start-from", first)
+    again = tmp_path / "again"
+    assert json.loads((again / "config.json").read_text()) == config | own
+    weights = load_file(again / "model.safetensors")
+    assert weights.keys() == written.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in written.items())
+    assert f"{first} keeps its own num_attention_heads {2 * heads} (the target" in done.err
 
 
 def test_a_drafter_of_other_sizes_is_no_start(train: Train, tmp_path: Path) -> None:

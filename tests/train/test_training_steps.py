@@ -17,17 +17,23 @@ from safetensors.torch import load_file, save_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.files import manifest as manifest_module
 from specdec.files.acceptance import MAX_DEPTH, NAME, NUM_BUCKETS, Acceptance
+from specdec.model.config import ModelConfig
 from specdec.system import machine
-from specdec.train import devices, job, output, sanity, setup
+from specdec.train import devices, job, output, sanity, setup, start_config
 from specdec.train import loop as loop_module
 from specdec.train import target as target_module
 from specdec.train.job import TrainingJob
 from specdec.train.methods.base import TrainingMethod
 from specdec.train.rows import TokenRows, prepare_rows
-from specdec.train.settings import TrainSettings
+from specdec.train.settings import LAYERS_FLAG, TrainSettings
 from specdec.train.setup import Setup
-from specdec.train.start_config import compare_config
-from specdec.train.state import TrainingState
+from specdec.train.start_config import compare_config, follow_layers
+from specdec.train.state import (
+    START_FACT,
+    TrainingState,
+    collect_facts,
+    list_inferred,
+)
 from tests.engines import reset_accelerator
 
 ACCELERATOR = SimpleNamespace(
@@ -67,6 +73,7 @@ def make_method(**changes: Any) -> TrainingMethod:
         "describe": lambda drafter, target: {"width": drafter.in_features, "name": target.name},
         "convert_folder": "--medusa-model-dir",
         "list_shared": lambda target: {"shared": target.table},
+        "list_copies": lambda target: {"shared": target.table},
     }  # fmt: skip
     return TrainingMethod(**values | changes)
 
@@ -236,18 +243,34 @@ def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
     drafter.add_module("body", torch.nn.Linear(3, 2, bias=False))
     drafter.add_module("extra", torch.nn.Linear(1, 1, bias=False))
     fresh = drafter.extra.weight.detach().clone()
-    save_file({"body.weight": weight.half(), "shared": torch.zeros(9)}, path)
-    job.load_weights(drafter, path, {"shared": torch.zeros(9)}, ("extra.",))
+    save_file(
+        {"trunk.weight": weight.half(), "shared": torch.zeros(9), "mask": torch.zeros(9)}, path
+    )
+    file = start_config.open_start(tmp_path, path.name)
+    method = make_method(
+        optional_prefixes=("extra.",), published_prefixes={"trunk.": "body."},
+        derived_tensors=("mask",),
+    )  # fmt: skip
+    job.load_weights(drafter, file, method, {"shared": torch.zeros(9)})
     assert torch.equal(drafter.body.weight, weight)
     assert torch.equal(drafter.extra.weight, fresh)
+    with pytest.raises(SpecDecError, match=r"shared \[9\] in .* is not the target's \[9\]"):
+        job.load_weights(drafter, file, method, {"shared": torch.ones(9)})
     with pytest.raises(SpecDecError) as caught:
-        job.load_weights(drafter, path, {}, ())
+        job.load_weights(drafter, file, make_method(), {})
     for fact in (
         f"extra.weight in {path} is missing, of this training [1, 1]",
         f"shared in {path} is [9], of this training missing",
     ):
         assert fact in caught.value.message
-    assert "body" not in caught.value.message
+    assert "body.weight in" in caught.value.message, "published names are the method's"
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(SpecDecError) as caught:
+        start_config.open_start(tmp_path, "model.safetensors")
+    assert caught.value.message.endswith("has no model.safetensors; it has pytorch_model.bin")
 
 
 def test_shapes_of_another_training(tmp_path: Path) -> None:
@@ -267,7 +290,7 @@ def test_a_drafter_begins_by_the_seed_or_by_another(tmp_path: Path) -> None:
     assert torch.equal(first["weight"], again["weight"])
     assert not torch.equal(first["weight"], other["weight"])
     assert target.token_counts.tolist() == [0, 2, 0, 0, 1]
-    save_file({**other, "shared": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({**other, "shared": target.table}, tmp_path / "model.safetensors")
     settings = make_settings(seed=1, start_from=tmp_path)
     started = job.make_drafter(make_setup(settings), target, rows).state_dict()
     assert torch.equal(started["weight"], other["weight"])
@@ -300,6 +323,69 @@ def test_a_start_is_compared_by_its_facts(tmp_path: Path, caplog: pytest.LogCapt
         assert f"{key} in {path} is" in str(error.value)
     compare(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
     assert "layers [0, 2, 4], this training those of [1, 5, 8]" in caplog.text
+
+
+def test_layers_are_those_of_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A published drafter has its own; what its config.json does not say is the target's."""
+    logging.getLogger("specdec").propagate = True
+    caplog.set_level(logging.INFO, "specdec")
+    llama3 = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    model = ModelConfig(
+        architecture="LlamaForCausalLM", dtype="float32", vocab_size=9, hidden_size=32,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_size=8,
+        intermediate_size=16, norm_epsilon=1e-5, max_position_embeddings=64, rotary_base=5e5,
+        rotary_scaling={"rope_type": "llama3", **llama3},
+    )  # fmt: skip
+
+    def follow(**config: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return follow_layers(tmp_path, model)
+
+    assert follow_layers(None, model) == follow_layers(tmp_path, model) == follow() == model
+    assert not caplog.messages
+    own = follow(num_attention_heads=8, head_dim=4, rms_norm_eps=1e-6, rope_theta=10000)
+    assert own == dataclasses.replace(
+        model, num_attention_heads=8, num_key_value_heads=8, head_size=4, norm_epsilon=1e-6,
+        rotary_base=1e4, rotary_scaling=None,
+    )  # fmt: skip
+    assert "keeps its own num_attention_heads 8 (the target has 4)" in caplog.text
+    assert "rope_theta 10000.0 (the target has 500000.0)" in caplog.text
+    version_5 = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    followed = follow(rope_parameters=version_5)
+    assert (followed.rotary_base, followed.rotary_scaling) == (
+        1e4, {"rope_type": "linear", "factor": 2.0},
+    )  # fmt: skip
+    for wrong, fact in (
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads of 8 with 3"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is dynamic"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "of a part of each head"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+    ):
+        with pytest.raises(SpecDecError, match=fact):
+            follow(**wrong)
+
+
+def test_facts_that_an_earlier_training_did_not_record(tmp_path: Path) -> None:
+    """Layer ids that are not given follow from the drafter; given ones must be vouched for."""
+    (tmp_path / "config.json").write_text("{}")
+    settings = make_settings(output_dir=tmp_path / "out", start_from=tmp_path)
+    facts = collect_facts(settings, "float32", 1, [], [])
+    state = TrainingState(settings.output_dir)
+    state.open({n: v for n, v in facts.items() if n != START_FACT}, resume=False)
+    facts |= {LAYERS_FLAG: "2,4"}
+    state.open(facts, resume=True, inferred=list_inferred(settings))
+    given = list_inferred(dataclasses.replace(settings, hidden_states_layers="2,4"))
+    with pytest.raises(SpecDecError, match="hidden-states-layers is '2,4', was None") as caught:
+        state.open(facts, resume=True, inferred=given)
+    assert f'add "{LAYERS_FLAG}": "2,4" to {state.folder / "settings.json"}' in caught.value.hint
+    state.open(facts, resume=False)
+    with pytest.raises(SpecDecError, match="config.json is 'another', was '"):
+        state.open(facts | {START_FACT: "another"}, resume=True, inferred=given)
 
 
 def test_rows_are_tokenized_once(target_dir: Path, tokenizer: Any, tmp_path: Path) -> None:

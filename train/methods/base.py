@@ -356,7 +356,9 @@ class TrainingMethod:
     the target's configuration. find_first_weights: gives a drafter that has taken no step better
     weights to begin with, from the target's states of training rows, alike in every process.
     optional_prefixes: beginnings of tensors' names that a drafter of --start-from may lack; such
-    tensors begin anew.
+    tensors begin anew. Others' drafters may further have: list_copies, tensors of the target by
+    their names there, which must be equal; published_prefixes, other beginnings of names -> ours;
+    derived_tensors, which follow from the others and are passed over.
     """
 
     build: Callable[[TrainSettings, FrozenTarget], TrainableDrafter]
@@ -367,5 +369,8 @@ class TrainingMethod:
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
     find_first_weights: Callable[[TrainSettings, Any, FrozenTarget, TokenRows], None] | None = None
     optional_prefixes: tuple[str, ...] = ()
+    list_copies: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
+    published_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    derived_tensors: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"
     needs_head: bool = False

@@ -37,6 +37,7 @@ from specdec.options import as_options
 
 from ..features import Features
 from ..settings import TrainSettings
+from ..start_config import follow_layers
 from ..target import FrozenTarget
 from .base import (
     HeadInput,
@@ -276,15 +277,16 @@ class DFlash(TrainableDrafter):
 
 
 def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:
-    """Make a drafter of the target's sizes."""
+    """Make a drafter of the target's sizes; heads and rotary embedding are --start-from's."""
     options, table = as_options(settings, DFlashTrain), target.table
     requested_token = options.dflash_mask_token_id
     mask_token_id = choose_mask_token(
         "--dflash-mask-token-id", requested_token, target.config, table
     )
+    model = describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size)
     return DFlash(
         settings,
-        describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size),
+        follow_layers(settings.start_from, model),
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],
         mask_token_id=mask_token_id,

@@ -10,31 +10,32 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecDecError
-from specdec.files.tensor_file import TensorFile
 from specdec.files.torch_tensors import to_tensor
 from specdec.methods.eagle import EAGLE3_FIXED, Eagle3Params, EagleTrain
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
-from specdec.model.rotary_scaling import get_kind
+from specdec.model.rotary_scaling import STEADY_SCALINGS, get_kind
 from specdec.options import as_options
 
 from ..draft_vocabulary import choose_draft_tokens
 from ..rows import TokenRows
 from ..settings import TrainSettings
+from ..start_config import follow_layers, open_start
 from ..target import FrozenTarget
 from .base import TrainingMethod, choose_mask_token
 from .eagle_parts.least_squares import measure_sizes, start_from_least_squares
 from .eagle_parts.nets import Eagle, Eagle1, Eagle3
 
-# Rotary scalings with which a position's angles depend on the position alone.
-STEADY_SCALINGS = ("linear", "llama3", "yarn")
-
 
 def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:
-    """Make a drafter of the target's sizes; EAGLE-3's output layer begins as the target's."""
+    """Make a drafter of the target's sizes; EAGLE-3's output layer begins as the target's.
+
+    With --start-from, heads, norms and rotary embedding are that drafter's.
+    """
     assert target.head is not None
     options = as_options(settings, EagleTrain)
     model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
+    model = follow_layers(settings.start_from, model)
     if options.eagle_version == "1":
         return Eagle1(settings, model, embedding_scale=target.shape.embedding_scale)
     draft_tokens = choose_vocabulary(settings, target)
@@ -69,7 +70,7 @@ def choose_vocabulary(settings: TrainSettings, target: FrozenTarget) -> Tensor |
 
 def read_draft_tokens(folder: Path, vocab_size: int) -> Tensor:
     """Return the tokens that a written drafter drafts; SpecDecError beyond the vocabulary."""
-    file = TensorFile(folder / METHOD.weights_name)
+    file = open_start(folder, METHOD.weights_name)
     if (info := file.tensors.get("d2t")) is None:
         return torch.arange(vocab_size)
     offsets = to_tensor(file.read("d2t"), info.dtype)
@@ -166,6 +167,11 @@ def list_shared(target: FrozenTarget) -> Mapping[str, Tensor]:
     return {} if target.aux_layers else {"embed_tokens.weight": target.table}
 
 
+def list_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
+    """Return the target's embedding, which published drafters of both kinds may repeat."""
+    return {"embed_tokens.weight": target.table}
+
+
 def list_convert_flags(settings: TrainSettings) -> list[str]:
     """Return the flag for the number of a parallel pass's tokens, which config.json lacks."""
     options = as_options(settings, EagleTrain)
@@ -194,6 +200,11 @@ METHOD = TrainingMethod(
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
     list_shared=list_shared,
+    list_copies=list_copies,
+    # A single layer's names and the mask of drafted tokens, as SafeAILab, ModelOpt and SpecForge
+    # save them; the mask follows from d2t.
+    published_prefixes={"midlayer.": "layers.0."},
+    derived_tensors=("t2d",),
     optional_prefixes=("mask_hidden",),  # P-EAGLE may start from an EAGLE-3 drafter
     find_first_weights=find_first_weights,
     needs_head=True,
