@@ -85,15 +85,29 @@ class Features:
     head: OutputHead | None = None  # for methods that learn from the target's distribution
     auxiliary: Tensor | None = None  # [B, T, A D] outputs of A inner layers; None for A = 0
 
-    @functools.cached_property
+    @property
     def normalizers(self) -> Tensor:
-        """[B, T], of the target's next tokens: a logit minus it is the token's log-probability.
+        """[B, T], of the target's next tokens: a logit minus it is the token's log-probability."""
+        return self._next_tokens[0]
 
-        Depths and losses that draft some of the tokens share it, since it takes all logits.
+    @property
+    def choices(self) -> Tensor:
+        """[B, T], the target's most probable next tokens."""
+        return self._next_tokens[1]
+
+    @functools.cached_property
+    def _next_tokens(self) -> tuple[Tensor, Tensor]:
+        """Normalizers and choices of the next tokens, which take all logits.
+
+        Depths, losses and measures of drafters that draft some of the tokens share them.
         """
         head, hidden = self.head, self.hidden.flatten(0, 1)
         assert head is not None
+        normalizers, choices = [], []
         with torch.no_grad():
-            chunks = torch.split(hidden, choose_chunk(hidden.device, len(head.weight)))
-            normalizers = [head.compute_logits(chunk).logsumexp(1) for chunk in chunks]
-        return torch.cat(normalizers).view(self.tokens.shape)
+            for chunk in torch.split(hidden, choose_chunk(hidden.device, len(head.weight))):
+                logits = head.compute_logits(chunk)
+                normalizers.append(logits.logsumexp(1))
+                choices.append(logits.argmax(1))
+        shape = self.tokens.shape
+        return torch.cat(normalizers).view(shape), torch.cat(choices).view(shape)

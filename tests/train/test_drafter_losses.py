@@ -533,6 +533,36 @@ def test_a_reduced_vocabulary_learns_the_targets_choice_among_its_tokens() -> No
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["kl", "tv"])
+def test_measures_of_a_reduced_vocabulary_run_the_targets_layer_once(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all depths, and for the loss where that reads it too; misses are counted by its rows."""
+    kept = torch.tensor([1, 4, 5, 9])
+    params = Eagle3Params(
+        aux_layers=tuple(range(NUM_AUXILIARY)), draft_vocab_size=len(kept),
+        norm_before_residual=False,
+    )  # fmt: skip
+    recipe = make_recipe(self_distillation=1.0, loss=loss)
+    drafter = Eagle3(recipe, MODEL, make_head(), params, kept)
+    features, mask = make_batch()
+    sizes: list[int] = []
+    compute_logits = OutputHead.compute_logits
+
+    def count_logits(head: OutputHead, hidden: Tensor) -> Tensor:
+        sizes.append(len(head.weight))
+        return compute_logits(head, hidden)
+
+    monkeypatch.setattr(OutputHead, "compute_logits", count_logits)
+    _, packed = drafter(features, mask, drafter.count_labels(mask), True)
+    assert sizes.count(VOCAB) == 1
+    hits = Measures.unpack(packed, STEPS).hits[:, -1]
+    for step in range(STEPS):
+        hidden = features.hidden[:, 1 + step : -1][mask[:, 2 + step :]]
+        choices = compute_logits(make_head(), hidden).argmax(1)
+        assert hits[step] <= torch.isin(choices, kept).sum()
+
+
 def test_measures_match_counting_by_hand() -> None:
     drafter = make_drafter("redrafter")
     features, mask = make_batch(num_rows=6, length=12)

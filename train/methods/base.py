@@ -56,6 +56,15 @@ class HeadInput:
     draft_tokens: Tensor | None = None
 
 
+def pick_labels(next_tokens: Tensor, labels: Labels) -> Tensor:
+    """Return what the target says of the labels, [N]; next_tokens: of the token after each, [B, T].
+
+    The labels are of a draft from every place of the rows.
+    """
+    first = next_tokens.shape[1] - 1 - labels.mask.shape[1]
+    return next_tokens[:, first:-1][labels.mask]
+
+
 def choose_mask_token(flag: str, requested_token: int | None, config: Any, table: Tensor) -> int:
     """Return the mask token: the flag's, or the target's padding or end token, or its first.
 
@@ -200,8 +209,7 @@ class TrainableDrafter(torch.nn.Module):
         assert features.head is not None
         normalizers = None
         if draft_tokens is not None and self._reads_probabilities:
-            first = features.tokens.shape[1] - 1 - labels.mask.shape[1]
-            normalizers = features.normalizers[:, first:-1][labels.mask]
+            normalizers = pick_labels(features.normalizers, labels)
         return Teacher(
             labels.hidden, features.head, self.teacher_share, self.loss_name, draft_tokens,
             normalizers,
@@ -264,11 +272,13 @@ class TrainableDrafter(torch.nn.Module):
         of the draft vocabulary has no row; its number is any.
         """
         tokens = labels.tokens
-        if self.teacher_share == 1:
-            assert features.head is not None
-            tokens = features.head.choose_tokens(labels.hidden)
         if draft_tokens is None:
+            if self.teacher_share == 1:
+                assert features.head is not None
+                tokens = features.head.choose_tokens(labels.hidden)
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        if self.teacher_share == 1:
+            tokens = pick_labels(features.choices, labels)
         draft_tokens = draft_tokens.to(tokens.device)
         rows = torch.searchsorted(draft_tokens, tokens).clamp(max=len(draft_tokens) - 1)
         return rows, draft_tokens[rows] == tokens
