@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.tensor_file import TensorFile
-from specdec.system.http_client import HttpClient, NoAnswer, Response, check_url
+from specdec.system.http_client import HttpClient, NoAnswer, Response, check_url, choose_wait
 
 from .rows import Array, TokenRows
 from .state_files import StatesForm, check_tokens, open_when_written
@@ -25,9 +25,7 @@ FLAG = "--hidden-states-from"
 KEY_VARIABLE = "OPENAI_API_KEY"
 TIMEOUT = 600.0  # seconds for an answer
 TRIES = 4
-FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
 OTHER_BYTES, BYTES_PER_TOKEN = 2**20, 64  # most bytes of an answer
-RETRIED_STATUSES = (408, 409, 425, 429)  # beside all from 500 on
 
 
 class StatesServer:
@@ -74,23 +72,23 @@ class StatesServer:
 
     def _ask(self, body: bytes, max_bytes: int) -> Any:
         """Return the answer's JSON; repeat a request that another try may answer."""
-        reason = ""
+        reason, wait = "", 0.0
         for number in range(TRIES):
             if number:
-                time.sleep(FIRST_WAIT * 2 ** (number - 1))
+                time.sleep(max(choose_wait(number - 1), wait))
             try:
                 response = self._http.exchange(self.url, body, max_bytes)
             except NoAnswer as lost:
                 if lost.was_never:
                     raise lost.explain(self.url, FLAG) from None
-                reason = lost.reason
+                reason, wait = lost.reason, 0.0
                 continue
             if response.is_success:
                 return self._parse(response)
-            reason = f"HTTP {response.status}"
+            reason, wait = f"HTTP {response.status}", response.wait
             if text := self._http.find_message(response.data):
                 reason += f", {shorten(text, 300)}"
-            if response.status not in RETRIED_STATUSES and response.status < 500:
+            if not response.is_transient:
                 raise SpecDecError(
                     f"{self.url} refuses the request: {reason}",
                     f"check {FLAG} (does it end in /v1?), and that the server's --max-model-len is"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import email.utils
 import json
 import os
+import random
 import ssl
 import threading
 import time
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 ERROR_BYTES = 10_000  # read of an error's body; the rest is dropped
 SERVER_KEY_VARIABLE = "SPECDEC_API_KEY"
+TRANSIENT_STATUSES = (408, 409, 425, 429)  # which another try may not meet, as all from 500 on
+MAX_RETRY_AFTER = 3600.0  # seconds, the longest wait that a server may ask for
+FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
+MAX_WAIT = 60.0  # seconds
+MOST_DOUBLED = 10  # times that the wait is doubled, beyond which it is the longest anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,16 @@ class Response:
     def is_success(self) -> bool:
         return 200 <= self.status < 300
 
+    @property
+    def is_transient(self) -> bool:
+        """Return whether another try may get a better answer."""
+        return self.status in TRANSIENT_STATUSES or self.status >= 500
+
+    @property
+    def wait(self) -> float:
+        """Return the seconds that the server asks for before another try."""
+        return _read_wait(self.retry_after)
+
 
 class NoAnswer(Exception):
     """No answer came. was_never: nothing has ever answered there. is_late: the time is over."""
@@ -49,6 +66,26 @@ class NoAnswer(Exception):
         return SpecDecError(
             f"no server answers at {url}: {self.reason}", f"start it, or check {flag}"
         )
+
+
+def choose_wait(number: int) -> float:
+    """Return the seconds before another try, after so many others; by chance, not all at once."""
+    doubled = FIRST_WAIT * float(1 << min(number, MOST_DOUBLED))
+    return min(MAX_WAIT, doubled) * random.uniform(0.5, 1.5)
+
+
+def _read_wait(value: str | None) -> float:
+    """Return the seconds of a Retry-After header, which holds a number or a date."""
+    if value is None:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return max(0.0, min(seconds, MAX_RETRY_AFTER)) if seconds == seconds else 0.0
 
 
 def check_url(url: str, flag: str, extra_name: str, key_source: str) -> None:

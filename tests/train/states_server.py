@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -81,8 +82,13 @@ class StatesServer(LoopbackServer):
         }  # fmt: skip
         if self.change is not None:
             self.change(tensors, answer)
-        save_file(tensors, path)
-        path.with_name(f"{path.name}.lock").touch()
+        try:
+            save_file(tensors, path)
+            path.with_name(f"{path.name}.lock").touch()
+        except (OSError, SafetensorError):
+            if self.folder.is_dir():
+                raise
+            return  # the test is over, and nobody waits for the answer
         status = self.statuses[number] if number < len(self.statuses) else 200
         data = json.dumps(answer if status == 200 else {"error": {"message": "no"}}).encode()
         handler.send_response(status)

@@ -59,7 +59,7 @@ def run_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RunData:
     """Run `specdec-train data` in this process, into `tmp_path / out.jsonl`."""
-    monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def run(server: ChatServer | str, *args: object, ends: int = 0) -> Finished:
@@ -351,7 +351,7 @@ def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     first, second = waits[:9], waits[9:]
     assert first != second
     for number, wait in enumerate(first):
-        assert 0.5 <= wait / min(servers.MAX_WAIT, 2**number) <= 1.5
+        assert 0.5 <= wait / min(http_client.MAX_WAIT, 2**number) <= 1.5
 
 
 NOW = 1_800_000_000.0
@@ -368,8 +368,8 @@ NOW = 1_800_000_000.0
 def test_retry_after(
     value: str | None, low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client.time, "time", lambda: NOW)
-    assert low <= client._read_wait(value) <= high
+    monkeypatch.setattr(http_client.time, "time", lambda: NOW)
+    assert low <= http_client._read_wait(value) <= high
 
 
 def test_rows_that_fail_are_reported_and_tried_again(run_data: RunData, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import UsageError
-from specdec.train.data import servers
+from specdec.system import http_client
 from specdec.train.data.shards import RowShard, parse_shard
 from tests.conftest import ROOT
 from tests.train.chat_server import ChatServer, Reply
@@ -41,7 +41,7 @@ def run_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RunData:
     """Run `specdec-train data` in this process, on NUM_ROWS prompts unless it merges."""
-    monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'{{"prompt": "question {n}"}}\n' for n in range(NUM_ROWS)))
 

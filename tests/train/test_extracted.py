@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import SpecDecError
 from specdec.files.tensor_file import TensorFile
-from specdec.train import extracted, parts, state_files, state_server, target
+from specdec.system import http_client
+from specdec.train import extracted, parts, state_files, target
 from specdec.train.rows import TokenRows
 from tests.families import make_family_model
 from tests.train.states_server import Extractor, StatesServer
@@ -61,7 +62,7 @@ def test_a_server_gives_the_drafter_of_a_run_with_the_target(
     layers = ("--hidden-states-layers", "1,2")
     kept = ("--hidden-states-dir", tmp_path / "kept")
     with StatesServer(extractor, shared, statuses=[503]) as server:
-        monkeypatch.setattr(state_server, "FIRST_WAIT", 0.0)
+        monkeypatch.setattr(http_client, "FIRST_WAIT", 0.0)
         given = ("--hidden-states-from", server.url, *layers)
         for name, more in (("online", ()), ("kept-first", kept)):
             run_train(*options, *given, *more, "--output-dir", tmp_path / name)
@@ -217,7 +218,7 @@ def test_servers_that_refuse_or_are_not_there(
     run_train: Any, inputs: Any, tmp_path: Path, shared: Path, extractor: Extractor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(state_server, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.0)
     options = (*inputs, *EAGLE3, "--output-dir", tmp_path / "out", "--hidden-states-from")
     with StatesServer(extractor, shared, statuses=[400]) as server:
         done = run_train(*options, server.url, ends=1)

@@ -7,10 +7,8 @@ model, max_tokens, temperature, top_p and seed.
 from __future__ import annotations
 
 import dataclasses
-import email.utils
 import json
 import os
-import time
 from typing import Any
 
 from specdec.errors import SpecDecError, shorten
@@ -31,11 +29,9 @@ from .dialogues import RowError
 from .settings import DataSettings
 
 MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
-MAX_RETRY_AFTER = 3600.0  # seconds, the longest wait that a server may ask for
 BYTES_PER_TOKEN = 256  # most bytes of an answer for each of its tokens
 OTHER_BYTES = 2**20  # most bytes of an answer beside its tokens
 KEY_VARIABLE = "OPENAI_API_KEY"
-TRANSIENT_STATUSES = (408, 409, 425, 429)  # beside all from 500 on
 # Statuses that refuse every row, with hints; redirects, which are not followed, do so too.
 FATAL_HINTS = {
     401: f"put the key into {KEY_VARIABLE}",
@@ -145,8 +141,8 @@ class Client:
         status, message = response.status, f"HTTP {response.status}"
         if text := self._http.find_message(response.data):
             message += f", {shorten(text, 300)}"
-        if status in TRANSIENT_STATUSES or status >= 500:
-            return TransientFailure(message, _read_wait(response.retry_after))
+        if response.is_transient:
+            return TransientFailure(message, response.wait)
         if status >= 400 and status not in FATAL_HINTS:
             return RowError(message)
         hint = FATAL_HINTS.get(status, "check --base-url and the server")
@@ -199,17 +195,3 @@ def write_messages(messages: list[Message]) -> list[Message]:
             pending_call_ids = [name for name in pending_call_ids if name != call_id]
         server_messages.append(message)
     return server_messages
-
-
-def _read_wait(value: str | None) -> float:
-    """Return the seconds of a Retry-After header, which holds a number or a date."""
-    if value is None:
-        return 0.0
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError):
-            return 0.0
-    return max(0.0, min(seconds, MAX_RETRY_AFTER)) if seconds == seconds else 0.0

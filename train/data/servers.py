@@ -6,21 +6,17 @@ for a while, its requests go to the others, and then a single request finds out 
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 
 from specdec.errors import SpecDecError
+from specdec.system.http_client import choose_wait
 from specdec.system.logs import get_logger
 from specdec.text.chat import Conversation
 
 from .client import Client, TargetAnswer, TransientFailure, write_body
 from .dialogues import RowError
 from .settings import DataSettings
-
-FIRST_WAIT = 1.0  # seconds before the second try; doubled for each further one
-MAX_WAIT = 60.0  # seconds
-MOST_DOUBLED = 10  # times that the wait is doubled, beyond which it is the longest anyway
 
 logger = get_logger(__name__)
 
@@ -42,7 +38,7 @@ class TargetServer:
     def rest(self, wait: float) -> float:
         """Ask it no more for some seconds, `wait` at least; return how many."""
         now = time.monotonic()
-        seconds = max(_choose_wait(self.num_failures), wait)
+        seconds = max(choose_wait(self.num_failures), wait)
         self.num_failures += 1
         self.rest_began, self.rest_ends = now, now + seconds
         return seconds
@@ -89,7 +85,7 @@ class Servers:
                     count = f"{tries} tries" if tries > 1 else "1 try"
                     raise RowError(f"{failure.reason} (after {count})", is_transient=True) from None
                 if len(self.servers) == 1:
-                    self._pause(failure.reason, max(_choose_wait(number), failure.wait))
+                    self._pause(failure.reason, max(choose_wait(number), failure.wait))
             else:
                 self._note_success(server)
                 return answer, server
@@ -153,10 +149,3 @@ class Servers:
         with self._condition:
             if self._condition.wait_for(lambda: self._is_closed, wait):
                 raise RowError(reason, is_transient=True)
-
-
-def _choose_wait(number: int) -> float:
-    """Return the seconds before another try, after so many others; by chance, not all at once."""
-    return min(MAX_WAIT, FIRST_WAIT * float(1 << min(number, MOST_DOUBLED))) * random.uniform(
-        0.5, 1.5
-    )

@@ -114,10 +114,8 @@ class Calibration:
         for candidates, path in new_drafts:
             if candidates.tree.num_nodes > 1:
                 weight = self._weights[candidates.source] = self._age(candidates.source)
-                accepted_nodes = set(path)
-                for node, parent in enumerate(candidates.tree.parents.tolist()):
-                    if parent in accepted_nodes:
-                        self._count(cells[start + node], weight, node in accepted_nodes)
+                for node, is_accepted in list_judged(candidates.tree, path):
+                    self._count(cells[start + node], weight, is_accepted)
             start += candidates.tree.num_nodes
 
     def _age(self, source: int) -> float:
@@ -165,6 +163,18 @@ def follow_text(candidates: Candidates, emitted: Sequence[int]) -> tuple[Candida
             break
         path.append(node)
     return candidates, path
+
+
+def list_judged(tree: Tree, path: Sequence[int]) -> list[tuple[int, bool]]:
+    """List the nodes whose parents were accepted, and which of them were, too.
+
+    path: of accepted nodes, root first. No other nodes were looked at.
+    """
+    accepted_nodes = set(path)
+    return [
+        (node, node in accepted_nodes)
+        for node, parent in enumerate(tree.parents.tolist()) if parent in accepted_nodes
+    ]  # fmt: skip
 
 
 def read_confidence(candidates: Candidates) -> Array:
@@ -355,12 +365,11 @@ class AcceptanceCounts:
             if tree.num_nodes == 1:
                 continue
             confidences = read_confidence(candidates).tolist()
-            for node, parent in enumerate(tree.parents.tolist()):
-                if parent in accepted_nodes:
-                    depth = min(int(tree.depths[node]), MAX_DEPTH) - 1
-                    bucket = min(int(confidences[node] * NUM_BUCKETS), NUM_BUCKETS - 1)
-                    self._reached_counts[depth, bucket] += 1
-                    self._accepted_counts[depth, bucket] += node in accepted_nodes
+            for node, is_accepted in list_judged(tree, path):
+                depth = min(int(tree.depths[node]), MAX_DEPTH) - 1
+                bucket = min(int(confidences[node] * NUM_BUCKETS), NUM_BUCKETS - 1)
+                self._reached_counts[depth, bucket] += 1
+                self._accepted_counts[depth, bucket] += is_accepted
             (chances,) = follow_chances([tree], confidences)
             order = sorted(range(1, tree.num_nodes), key=chances.__getitem__, reverse=True)
             gains = np.cumsum([node in accepted_nodes for node in order])[:MAX_NODES]

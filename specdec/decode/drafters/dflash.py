@@ -23,10 +23,9 @@ from specdec.decode.drafters.base import (
 )
 from specdec.decode.drafters.levels import DynamicTree, Level
 from specdec.decode.drafters.trees import (
-    BUDGET_CPU_TOKENS,
-    DEFAULT_CPU_TOKENS,
     check_num_tokens,
     count_paths,
+    get_cpu_tokens,
     grow_tree,
 )
 from specdec.decode.requests import ActiveRequest
@@ -80,7 +79,7 @@ class DFlashDrafter(FeatureDrafter):
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         super().__init__(net, decoder, net.params.aux_layers, "DFlash")
         self.params, self._num_run = net.params, net.params.block_size
-        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+        self._most_tokens = get_cpu_tokens(has_budget=has_budget)
         options = options or DFlashDraft()
         self.use_tree(options.dflash_tokens, options.dflash_top_k)
 

@@ -31,10 +31,9 @@ from specdec.decode.drafters.levels import (
     read_temperatures,
 )
 from specdec.decode.drafters.trees import (
-    BUDGET_CPU_TOKENS,
-    DEFAULT_CPU_TOKENS,
     check_num_tokens,
     check_paths,
+    get_cpu_tokens,
     grow_choices,
     lay_out_paths,
 )
@@ -355,7 +354,7 @@ class EagleDrafter(PairDrafter):
         """has_budget: only the part worth its time is verified: a larger tree on a CPU."""
         self.params, self._packed = net.params, pack_drafter(net)
         self._is_on_cpu = decoder.device.type == "cpu"
-        self._most_tokens = BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+        self._most_tokens = get_cpu_tokens(has_budget=has_budget)
         eagle3 = self.params.eagle3
         layers = None if eagle3 is None else eagle3.aux_layers
         super().__init__(net, decoder, layers, "EAGLE-3")

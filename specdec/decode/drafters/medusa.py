@@ -16,11 +16,10 @@ from specdec.decode.accept import Candidates
 from specdec.decode.drafters.base import DraftContext
 from specdec.decode.drafters.hidden_state import HiddenStateDrafter
 from specdec.decode.drafters.trees import (
-    BUDGET_CPU_TOKENS,
-    DEFAULT_CPU_TOKENS,
     check_num_tokens,
     check_paths,
     count_paths,
+    get_cpu_tokens,
     grow_choices,
     grow_tree,
     lay_out_paths,
@@ -90,8 +89,7 @@ def make_drafter(context: DraftContext) -> MedusaDrafter:
     if context.options is not None:
         tree = context.options
     elif decoder.device.type == "cpu":
-        max_tokens = BUDGET_CPU_TOKENS if context.has_budget else DEFAULT_CPU_TOKENS
-        tree = min(params.max_draft_len, max_tokens)
+        tree = min(params.max_draft_len, get_cpu_tokens(has_budget=context.has_budget))
     else:
         tree = grow_choices(params.num_heads, params.max_draft_len, heads.vocab_size)
     return MedusaDrafter(heads, tree, context.graphs)

@@ -17,7 +17,7 @@ from specdec.decode.drafters.levels import (
     read_temperatures,
     sharpen,
 )
-from specdec.decode.drafters.trees import BUDGET_CPU_TOKENS
+from specdec.decode.drafters.trees import get_cpu_tokens
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.graphs import Graphs
 from specdec.engine.native_models import DynamicTrees
@@ -70,7 +70,8 @@ class BeamDrafter(HiddenStateDrafter):
         embedding = self.head.embedding
         if isinstance(embedding, Tensor) and not embedding.is_cpu:  # there a search is one graph
             return self
-        return BeamTreeDrafter(self.head, min(self.max_draft_tokens, BUDGET_CPU_TOKENS))
+        num_tokens = min(self.max_draft_tokens, get_cpu_tokens(has_budget=True))
+        return BeamTreeDrafter(self.head, num_tokens)
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Search beams for all rows at once, [B, W, L]."""

@@ -27,6 +27,14 @@ FIRST_ACCURACY = 0.6
 ACCURACY_DECAY = 0.8
 
 
+def get_cpu_tokens(*, has_budget: bool) -> int:
+    """Return the draft tokens of a tree that nobody chose, on a CPU.
+
+    has_budget: whether only those of them are verified that pay.
+    """
+    return BUDGET_CPU_TOKENS if has_budget else DEFAULT_CPU_TOKENS
+
+
 def check_paths(
     choices: Choices,
     flag: str,
