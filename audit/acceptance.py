@@ -13,8 +13,8 @@ from .checks import FAILED, OK, SKIPPED, SUSPECT, Audit, Check
 ENOUGH = 20  # drafts, or drafted tokens, from which zero acceptance is a fault
 LEAST_PER_DRAFT = 0.1  # accepted tokens; below, a verify step costs more than it brings
 LEAST_RATE = 0.03  # accepted tokens per drafted token; the bound where drafts are not counted
-ENOUGH_BEFORE = 50  # tokens accepted at a position, from which zero at the next is a fault
-COLLAPSE = 0.5  # share of the first round's acceptance, below which the last is a fault
+ENOUGH_BEFORE = 50  # tokens accepted at a position, from which zero at the next is suspect
+COLLAPSE = 0.5  # share of the first round's acceptance, below which the last is suspect
 SOURCES = {
     "metrics": "the server's metrics, before and after",
     "answers": "what each answer tells of itself",
