@@ -84,7 +84,9 @@ def make_requests(
         fields = {**prompt, **settings, "index": i if len(inputs.prompts) > 1 else ONLY}
         with _name_parameters(body.source, names):
             request, fields = _fit_output(engine, fields, clamps=body.clamps_output)
-            full_grammar = writer.write(calling, formats, grammar, request.input_text)
+            full_grammar = writer.write(
+                calling, formats, grammar, request.input_text, request.continued_text
+            )
             ignored += writer.left_out
             if full_grammar is not grammar:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from specdec.decode.requests import Request
 from specdec.errors import shorten
-from specdec.text.answer_parser import Parser, find_thinking
-from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
+from specdec.text.answer_parser import Parser
+from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat, find_thinking
 from specdec.text.grammar import space_schema
 from specdec.text.harmony import (
     ENDS,
@@ -208,11 +208,13 @@ def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:
 
 def make_parser(calling: Calling | None, formats: ChatFormats, request: Request) -> Parser | None:
     """Return the parser of a request's answer, None for an answer without calls and reasoning."""
-    has_reasoning = find_thinking(formats.reasoning, request.input_text) is not False
+    prompt, continued_text = request.input_text, request.continued_text
+    has_reasoning = find_thinking(formats.reasoning, prompt, continued_text) is not False
     if calling is None and not (has_reasoning or formats.is_harmony):
         return None
     return open_parser(
-        formats, request.input_text, None if calling is None else calling.schemas,
+        formats, prompt, None if calling is None else calling.schemas,
+        continued_text=continued_text,
         needs_marker=request.grammar is not None,
         marks=formats.marks if request.form.skips_special else None,
     )  # fmt: skip
@@ -235,13 +237,15 @@ class GrammarWriter:
         formats: ChatFormats,
         body_grammar: Mapping[str, Any] | None,
         prompt: str,
+        continued_text: str = "",
     ) -> Mapping[str, Any] | None:
         """Return the grammar of an answer, in a Prompt's form; None for a free answer.
 
         body_grammar: the grammar that the body asks for. A Lark grammar describes the whole answer,
-        reasoning and calls included; beside required calls it raises BadRequest.
+        reasoning and calls included; beside required calls it raises BadRequest. continued_text: as
+        of a Request.
         """
-        thinking = find_thinking(formats.reasoning, prompt)
+        thinking = find_thinking(formats.reasoning, prompt, continued_text)
         if body_grammar is not None and "lark" in body_grammar:
             if calling is not None and calling.is_forced:
                 raise BadRequest("a grammar has no place beside required calls", "tool_choice")

@@ -42,7 +42,7 @@ from specdec.files.session_files import SessionFolder
 from specdec.system import logs
 from specdec.text.call_formats import AUTO, NO_FORMATS, ChatFormats
 from specdec.text.call_probe import choose_formats
-from specdec.text.encoding import encode_prompt, use_template
+from specdec.text.encoding import encode_prompt, find_continued_text, use_template
 from specdec.text.grammar import GrammarCompiler
 from specdec.text.prompts import ONLY, Prompt
 from specdec.text.tokenizer import find_tokenizer, load_engine_tokenizer
@@ -308,7 +308,8 @@ class Engine:
         formats = self._chat_formats
         prompt = make_chat_prompt(messages, tools, formats, self.tokenizer, settings)
         (output,) = self.generate([prompt])
-        return dataclasses.replace(output, message=read_answer(output, tools, formats))
+        message = read_answer(output, tools, formats, find_continued_text(prompt))
+        return dataclasses.replace(output, message=message)
 
     @functools.cached_property
     def _chat_formats(self) -> ChatFormats:

@@ -51,13 +51,18 @@ def make_chat_prompt(
     return Prompt(**{**options, **fields})
 
 
-def read_answer(output: Output, tools: Sequence[Message], formats: ChatFormats) -> dict[str, Any]:
-    """Return an answer as a message: content, reasoning_content and tool_calls, where there are."""
+def read_answer(
+    output: Output, tools: Sequence[Message], formats: ChatFormats, continued_text: str = ""
+) -> dict[str, Any]:
+    """Return an answer as a message: content, reasoning_content and tool_calls, where there are.
+
+    continued_text: as of a Request.
+    """
     schemas = {
         tool["function"]["name"]: tool["function"].get("parameters") or {}
         for tool in _read_tools(tools)
     }  # fmt: skip
-    parser = open_parser(formats, output.prompt, schemas or None)
+    parser = open_parser(formats, output.prompt, schemas or None, continued_text=continued_text)
     parser.feed(output.text)
     parser.finish(is_cut=output.finish_reason == "length")
     message: dict[str, Any] = {"role": "assistant", "content": parser.content}

@@ -21,7 +21,7 @@ from specdec.errors import (
 from specdec.files.reading import read_json
 from specdec.gguf.folder import localize
 from specdec.system.logs import get_logger
-from specdec.text.encoding import encode_prompt
+from specdec.text.encoding import encode_prompt, find_continued_text
 from specdec.text.grammar import Grammar, GrammarCompiler
 from specdec.text.prompts import CHECKS, SHAPING, Prompt, find_faults, name_prompt
 from specdec.text.text_stream import TextForm
@@ -144,6 +144,7 @@ def make_requests(
         request = dataclasses.replace(
             _make_request(full_prompt, ids, end_ids, tokenizer),
             index=index, input_text=text, grammar=_make_grammar(full_prompt, compile_grammar),
+            continued_text=find_continued_text(prompt),
             chosen_end_ids=_list_chosen_ends(prompt, settings),
         )  # fmt: skip
         sampling = request.sampling

@@ -40,6 +40,8 @@ class Request:
     """One prompt, tokenized, with its own settings.
 
     Generation ends at any token of `end_ids`, and where the text comes to hold any of `stop`.
+    continued_text: the text of an assistant's message at the prompt's end that the output goes on
+    with.
     chosen_end_ids: those of the end tokens that a user chose, by the name of the option.
     form: what else of its tokens is text.
     num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
@@ -56,6 +58,7 @@ class Request:
     end_ids: frozenset[int]
     chosen_end_ids: tuple[tuple[str, frozenset[int]], ...] = ()
     input_text: str = ""
+    continued_text: str = ""
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
     form: TextForm = PLAIN_FORM

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from .call_arguments import may_be_arguments, read_argument
+from .call_arguments import SchemaReader, may_be_arguments, read_argument
 from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
+from .json_scan import JsonScan
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -33,47 +34,6 @@ _NAME_SO_FAR = re.compile(rf"({_WORD})((?:\[[^\s{{}}<>]{{0,{2 * MAX_NAME}}})?\s*
 # An object's first key and, where it is a text, its value, as far as they have come.
 _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
 _NAME_LETTERS = re.compile(f"{NAME_LETTERS}*")
-# Outside of texts: quotation marks, brackets, and characters that JSON cannot have.
-_STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s:,.+-]')
-_CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
-_TEXT_END = re.compile(r'["\\]')
-
-
-class JsonScan:
-    """Search for the end of a JSON value, in a text that grows."""
-
-    def __init__(self, position: int, depth: int = 0) -> None:
-        """position: where the value begins, or goes on `depth` brackets deep; moves to its end."""
-        self.position, self._depth, self._is_in_text = position, depth, False
-        self.is_whole = False
-
-    def run(self, text: str) -> bool:
-        """Continue the search; return whether the value has ended, or cannot be JSON."""
-        while True:
-            match = (_TEXT_END if self._is_in_text else _STRUCTURE).search(text, self.position)
-            if match is None:
-                self.position = len(text)
-                return False
-            letter = match[0]
-            if letter == "\\":
-                if match.end() == len(text):
-                    self.position = match.start()
-                    return False
-                self.position = match.end() + 1
-                continue
-            if letter == '"':
-                self._is_in_text = not self._is_in_text
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                self.is_whole = self._depth == 0
-            else:
-                self.position = match.start()
-                return True
-            self.position = match.end()
-            if self.is_whole:
-                return True
 
 
 class Parser:
@@ -85,20 +45,23 @@ class Parser:
         reasoning: ReasoningFormat | None,
         *,
         is_thinking: bool = False,
+        has_thoughts: bool = False,
         needs_marker: bool = False,
         schemas: Mapping[str, Any] | None = None,
         marks: Mapping[int, str] | None = None,
     ) -> None:
         """Begin an answer.
 
-        is_thinking: whether the prompt has opened the reasoning. needs_marker: whether a call is
+        is_thinking: whether the prompt has opened the reasoning. has_thoughts: whether it has some
+        of that, which the answer goes on with. needs_marker: whether a call is
         certain to have its opening, where the format has one, as a grammar sees to. schemas: of the
         arguments, by the names of the tools. marks: the markers that are special tokens, by their
         ids: texts have none, so that whoever feeds them puts these where the tokens are.
         """
         self.marks = marks or {}
         self._format, self._reasoning = tools, reasoning
-        self._is_thinking, self._schemas = is_thinking, schemas or {}
+        self._is_thinking, self._has_thoughts = is_thinking, has_thoughts
+        self._schemas = schemas or {}
         self._needs_marker = needs_marker
         self._text, self._position, self._is_over = "", 0, False
         self._is_cut = False  # whether a limit has ended the answer
@@ -169,7 +132,9 @@ class Parser:
             self._position = yield from self._skip(end)
 
     def _read_reasoning(self, form: ReasoningFormat) -> Reading[None]:
-        position = yield from self._skip(self._position)
+        position = self._position
+        if not self._has_thoughts:
+            position = yield from self._skip(position)
         if (yield from self._has(position, form.begin)):
             position = yield from self._skip(position + len(form.begin))
         elif not (self._is_thinking or form.is_assumed):
@@ -200,9 +165,10 @@ class Parser:
                 return ""
             yield
 
-    def _find_first(self, markers: Sequence[str]) -> tuple[int, str]:
+    def _find_first(self, markers: Sequence[str], position: int | None = None) -> tuple[int, str]:
         """Find where the first marker begins, and which it is; -1 and an empty text for none."""
-        starts = ((self._text.find(marker, self._position), marker) for marker in markers)
+        start = self._position if position is None else position
+        starts = ((self._text.find(marker, start), marker) for marker in markers)
         return min((pair for pair in starts if pair[0] >= 0), default=(-1, ""))
 
     def _find_half(self, markers: Sequence[str]) -> int:
@@ -261,11 +227,16 @@ class Parser:
             yield
 
     def _read_end(self, word: str, position: int) -> Reading[int]:
-        """Return the end of a word that may stand after a call, whole or cut by the text's end."""
-        behind = yield from self._skip(position)
-        if word and (yield from self._has(behind, word)):
-            return behind + len(word)
-        return len(self._text) if word.startswith(self._text[behind:]) else behind
+        """Return the end of a word that may stand after a call, whole or cut by the text's end.
+
+        Brackets between them close nothing, as models write one too many at times.
+        """
+        behind = end = yield from self._skip(position)
+        while word and self._text[end : end + 1] in ("}", "]"):
+            end = yield from self._skip(end + 1)
+        if word and (yield from self._has(end, word)):
+            return end + len(word)
+        return len(self._text) if word.startswith(self._text[end:]) else behind
 
     def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
         """Read the calls after a marker; return their end, None where no call stands there.
@@ -442,7 +413,7 @@ class Parser:
 
     def _read_tags(self, form: ToolFormat, tags: TagForm, name: str, position: int) -> Reading[int]:
         """Read arguments that are texts between tags; return the end of the last one."""
-        prefix = "{"
+        prefix, schema, keys = "{", self._schemas.get(name), set[str]()
         while True:
             position = yield from self._skip(position)
             if not (yield from self._has(position, tags.key_begin)):
@@ -450,15 +421,17 @@ class Parser:
             key_start = position + len(tags.key_begin)
             key_end = yield from self._find(tags.key_end, key_start)
             start = yield from self._find(tags.value_begin, key_end + len(tags.key_end))
-            start += len(tags.value_begin)
-            end = yield from self._find(tags.value_end, start)
-            if key_end < 0 or start < len(tags.value_begin) or end < 0:
+            if key_end < 0 or start < 0:
                 return self._cut_function(prefix)
             key = self._text[key_start:key_end].strip()
-            text = _clean_value(self._text[start:end], tags)
-            value = read_argument(text, key, self._schemas.get(name))
+            keys.add(key)
+            start += len(tags.value_begin)
+            end, position = yield from self._find_value_end(form, tags, start, schema, keys)
+            if end < 0:
+                return self._cut_function(prefix)
+            value = read_argument(tags.clean(self._text[start:end]), key, schema)
             self._add_arguments(f"{prefix}{json.dumps(key)}: {value}")
-            prefix, position = ", ", end + len(tags.value_end)
+            prefix = ", "
         closing = form.call_end or form.end
         if not (yield from self._has(position, closing)) and any(
             tag.startswith(self._text[position:]) for tag in (tags.key_begin, closing)
@@ -466,6 +439,48 @@ class Parser:
             return self._cut_function(prefix)
         self._add_arguments("{}" if prefix == "{" else "}")
         return position
+
+    def _find_value_end(
+        self, form: ToolFormat, tags: TagForm, start: int, schema: Any, keys: Set[str]
+    ) -> Reading[tuple[int, int]]:
+        """Find where an argument's text ends, and where what follows begins; -1 for no end.
+
+        Models leave out the tag after it at times: then a line ends it that begins with the tag of
+        another argument of the tool or with the call's end. keys: of the arguments so far.
+        """
+        position = start
+        while True:
+            end, marker = self._find_first((tags.value_end, "\n"), position)
+            if marker == tags.value_end:
+                return end, end + len(marker)
+            if not marker:
+                if self._is_over:
+                    return -1, -1
+                position = max(position, len(self._text) - len(tags.value_end) + 1)
+                yield
+                continue
+            position = yield from self._skip(end)
+            if (yield from self._begins_tag(form, tags, position, schema, keys)):
+                text = self._text[start:position].rstrip(" \t")
+                return start + len(text), position
+
+    def _begins_tag(
+        self, form: ToolFormat, tags: TagForm, position: int, schema: Any, keys: Set[str]
+    ) -> Reading[bool]:
+        """Return whether a line that begins at a position ends the argument before it."""
+        if (yield from self._has(position, tags.key_begin)):
+            key_start = position + len(tags.key_begin)
+            key_end = yield from self._find(tags.key_end, key_start)
+            key = self._text[key_start:key_end].strip()
+            return key_end >= 0 and key not in keys and SchemaReader(schema).names_property(key)
+        ends = [end for end in (form.call_end, form.end) if end]
+        for number, end in enumerate(ends):
+            if (yield from self._has(position, end)):
+                position = yield from self._skip(position + len(end))
+                is_last = position == len(self._text) and not self._is_cut
+                has_next = number + 1 < len(ends) and (yield from self._has(position, ends[-1]))
+                return is_last or has_next
+        return False
 
     def _read_name(
         self, form: ToolFormat, position: int, is_bare: bool
@@ -550,14 +565,6 @@ class Parser:
         self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **delta}]})
 
 
-def find_thinking(form: ReasoningFormat | None, prompt: str) -> bool | None:
-    """Return whether an answer begins with reasoning: True, None for perhaps, False."""
-    end = prompt.rstrip()
-    if form is None or end.endswith(form.end):
-        return False
-    return True if form.is_assumed or end.endswith(form.begin) else None
-
-
 def make_id(form: ToolFormat | None) -> str:
     """Make a new id of a call; Mistral's templates take nine letters and digits only."""
     is_short = form is not None and form.begin == "[TOOL_CALLS]"
@@ -574,13 +581,6 @@ def _write_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         return arguments
     return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-
-
-def _clean_value(text: str, tags: TagForm) -> str:
-    """Return an argument's text without the line breaks and the section that a template adds."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    section = _CDATA.fullmatch(text) if tags.has_cdata else None
-    return section[1] if section is not None else text
 
 
 def _may_begin(text: str, form: ToolFormat) -> bool:

@@ -112,6 +112,11 @@ class SchemaReader:
         schemas += [{"anyOf": alternatives}] if alternatives else []
         return None if not schemas else schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
+    def names_property(self, name: str) -> bool:
+        """Return whether the whole schema has a property of this name, not as one of several."""
+        properties = (subschema.get("properties") for subschema in self._list_joined(self._root))
+        return any(isinstance(names, dict) and name in names for names in properties)
+
     def find_types(self, schema: Any) -> frozenset[str]:
         """Return the JSON types of the values that a schema allows."""
         if (types := self._types.get(id(schema))) is not None:

@@ -13,6 +13,7 @@ AUTO = "auto"  # the format that the chat template writes
 NO_FORMAT = "none"
 NAME_LETTERS = r"[\w.:/-]"  # of a tool's name
 MAX_NAME = 200  # letters of a tool's name
+_CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,12 @@ class TagForm:
     value_begin: str
     value_end: str
     has_cdata: bool = False
+
+    def clean(self, text: str) -> str:
+        """Return a value's text without the line breaks and the section that a template adds."""
+        text = text.removeprefix("\n").removesuffix("\n")
+        section = _CDATA.fullmatch(text) if self.has_cdata else None
+        return section[1] if section is not None else text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,24 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", is_assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
+
+
+def find_thinking(
+    form: ReasoningFormat | None, prompt: str, continued_text: str = ""
+) -> bool | None:
+    """Return whether an answer begins with reasoning: True, None for perhaps, False.
+
+    continued_text: the text of the assistant's message that the answer goes on with.
+    """
+    end, text = prompt.rstrip(), continued_text.strip()
+    if form is None or end.endswith(form.end):
+        return False
+    if not text:
+        return True if form.is_assumed or end.endswith(form.begin) else None
+    begin_place, end_place = text.rfind(form.begin), text.rfind(form.end)
+    if begin_place != end_place:
+        return begin_place > end_place
+    return end.removesuffix(text).rstrip().endswith(form.begin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -292,6 +292,13 @@ def render_chat(prompt: Prompt, messages: Any, tokenizer: Any) -> str:
     return text
 
 
+def find_continued_text(prompt: Prompt) -> str:
+    """Return the text of the assistant's message that an output goes on with; empty for none."""
+    last = (prompt.messages or [{}])[-1]
+    is_continued = prompt.continue_final_message and last.get("role") == "assistant"
+    return join_parts(last.get("content") or "") if is_continued else ""
+
+
 class SpecialNames:
     """Names of a tokenizer's special tokens, which it keeps apart from equal text in messages.
 

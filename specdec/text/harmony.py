@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec.text.answer_parser import Parser, Reading, find_thinking
-from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat
+from specdec.text.answer_parser import Parser, Reading
+from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat, find_thinking
 from specdec.text.text_stream import INCOMPLETE, TextForm, decode_text
 
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
@@ -179,19 +179,25 @@ class HarmonyParser(Parser):
 
 
 def open_parser(
-    formats: ChatFormats, prompt: str, schemas: Mapping[str, Any] | None, **options: Any
-) -> Parser:
+    formats: ChatFormats, prompt: str, schemas: Mapping[str, Any] | None, *,
+    continued_text: str = "", **options: Any,
+) -> Parser:  # fmt: skip
     """Return the parser of the answer to a prompt.
 
-    schemas: of the callable tools' arguments, by name; None where none may be called. options: of
+    schemas: of the callable tools' arguments, by name; None where none may be called.
+    continued_text: the text of the assistant's message that the answer goes on with. options: of
     `Parser`.
     """
     tools = formats.tools if schemas is not None else None
     if formats.is_harmony:
         return HarmonyParser(tools, find_opening(prompt), schemas=schemas, **options)
-    thinking = find_thinking(formats.reasoning, prompt)
+    thinking = find_thinking(formats.reasoning, prompt, continued_text)
     reasoning = None if thinking is False else formats.reasoning
-    return Parser(tools, reasoning, is_thinking=thinking is True, schemas=schemas, **options)
+    is_begun = reasoning is not None and not prompt.rstrip().endswith(reasoning.begin)
+    return Parser(
+        tools, reasoning, is_thinking=thinking is True, schemas=schemas,
+        has_thoughts=bool(continued_text.strip()) and is_begun, **options,
+    )  # fmt: skip
 
 
 class AnswerText:

@@ -232,7 +232,7 @@ def test_special_tokens_of_markers_reach_the_parser() -> None:
     formats = choose_formats("auto", "auto", tokenizer)
     assert formats.marks == {7: "<|tool_call|>", 8: "<|/tool_call|>"}
     request: Any = SimpleNamespace(
-        input_text="", grammar=None, form=SimpleNamespace(skips_special=True)
+        input_text="", continued_text="", grammar=None, form=SimpleNamespace(skips_special=True)
     )
     parser = make_parser(Calling(TOOLS, {}), formats, request)
     assert parser is not None
@@ -278,3 +278,13 @@ def test_a_chats_message_of_a_model_with_channels() -> None:
     assert (message["reasoning_content"], message["content"]) == ("hm", "")
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_a_chats_message_that_goes_on_with_thoughts() -> None:
+    formats = choose_formats("auto", "auto", make("qwen3"))
+    begun = "<think>\nI was"
+    output: Any = SimpleNamespace(
+        prompt=f"a\n{begun}", text=" so</think>\nYes", finish_reason="eos"
+    )
+    message = read_answer(output, [], formats, begun)
+    assert (message["reasoning_content"], message["content"]) == (" so", "Yes")

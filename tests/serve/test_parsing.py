@@ -32,6 +32,12 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "7"}</tool_call>', "", [F]),
     ("hermes", f"<tool_call>{JSON_F[:-1]}</tool_call>", "", [F]),  # a bracket is missing
+    ("hermes", f"<tool_call>{JSON_F}}}\n</tool_call> so", "so", [F]),  # a bracket too many
+    ("hermes", f"<tool_call>{JSON_F}}}\n so", "}\n so", [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', "",
+     [("f", '{"a": [1')]),  # brackets that do not match
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": 1]}}</tool_call>', "",
+     [("f", '{"a": {"b": 1')]),
     ("hermes", f"<tool_call>{JSON_F}", "", [F]),  # cut off, from here on
     ("hermes", f"<tool_call>{JSON_F}\n</tool", "", [F]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "x\\', "", [("f", '{"t": "x\\')]),
@@ -47,6 +53,15 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1", "", [("f", "{")]),
     ("qwen3_coder", "<tool_call><function=a b></function>", "<tool_call><function=a b></function>",
      []),
+    # Without </parameter>, from here on.
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=t>\n2\n\n "
+     "</parameter>\n</function>\n</tool_call>", "", [("f", '{"a": 1, "t": "2\\n\\n "}')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n  </function>\n</tool_call>so",
+     "so", [F]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</tool_call>\n", "", [F]),
+    ("qwen3_coder", "<tool_call><function=f>\n<parameter=t>\nx\n<parameter=b>\n<parameter=t>\n"
+     "</function>\ny <parameter=a>\n</parameter></function></tool_call>", "",
+     [("f", '{"t": "x\\n<parameter=b>\\n<parameter=t>\\n</function>\\ny <parameter=a>"}')]),
     ("qwen3_coder", f"<tool_call>\n{JSON_F}\n</tool_call>", "", [F]),
     ("mistral", f"[TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get.time{B}", "", [F, G]),
     ("mistral", f"Yes. [TOOL_CALLS] f [CALL_ID]123456789[ARGS] {A}", "Yes. [TOOL_CALLS] f "
@@ -201,6 +216,7 @@ def test_no_part_of_a_call_is_content_where_a_limit_ends_it(
     [
         ("hermes", f"<tool_call>{JSON_F}", False), ("hermes", f"<tool_call>{JSON_F[:-2]}", True),
         ("hermes", f"<tool_call>{JSON_F[:-2]}<\n<tool_call>{JSON_G}</tool_call>", True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', True),
         ("qwen3_coder", "<tool_call><function=f></function>", False),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></func", True),
         ("mistral", f"[TOOL_CALLS]f{A[:-1]}", True), ("json", f"[{JSON_F}, {JSON_F[:-3]}", True),

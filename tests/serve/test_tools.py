@@ -505,6 +505,9 @@ def test_structured_output_comes_behind_the_reasoning(
             for text in (*allowed, *forbidden):
                 assert follows(tokenizer, written["lark"], text) is (text in allowed), text
     assert writer.write(None, formats, schema, "a:<think>\n\n</think>\n\n") == schema
+    begun = "<think>\nhm </think>so"
+    assert writer.write(None, formats, schema, f"a:{begun}", begun) == schema
+    assert writer.write(None, formats, schema, f"a:{begun[:9]}", begun[:9]) != schema
     assert writer.write(None, formats, {"lark": "start: /a/"}, "a:<think>") == {
         "lark": "start: /a/"
     }
@@ -553,6 +556,8 @@ def test_grammars_of_channels(
     parser.finish()
     assert (parser.content, len(parser.calls)) == parts
     assert GrammarWriter(tokenizer).write(None, HARMONY, None, prompt) is None
+    prompt = f"{prompt}{harmony.FINAL}so"
+    assert GrammarWriter(tokenizer).write(None, HARMONY, body, prompt, "so") == body
 
 
 def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
@@ -565,6 +570,32 @@ def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
     assert without_ids(join(events, 0)) == without_ids(message)
     details = whole["usage"]["completion_tokens_details"]
     assert 0 < details["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "grammar", "reasoning", "content"),
+    [
+        ("<think>\nI was", r"/ so\n<\/think>\n\nyes/", " so", "yes"),
+        ("<think>\nI was\n</think>\nI say", r"/ <think> no/", "", " <think> no"),
+        ("I say", r"/ yes/", "", " yes"),
+    ],
+)
+def test_an_answer_that_goes_on_with_reasoning(
+    folder: Path, tokenizer_dir: Path, begun: str, grammar: str, reasoning: str, content: str
+) -> None:
+    """The last message tells where it stands, and no other one that has its marks."""
+    history = [{"role": "user", "content": "say <think>"}, {"role": "assistant", "content": begun}]
+    settings: Any = {"tokenizer_dir": str(tokenizer_dir), "reasoning_parser": "deepseek_r1"}
+    with serve_here(folder, **settings) as (_, url):
+        body: Any = {
+            "messages": history,
+            "continue_final_message": True,
+            "grammar": f"start: {grammar}",
+        }
+        message = post(url, PATH, **body)["choices"][0]["message"]
+        events = read_events(url, PATH, **body)
+    assert (message.get("reasoning_content") or "", message["content"]) == (reasoning, content)
+    assert without_ids(join(events, 0)) == without_ids(message)
 
 
 def test_markers_are_put_in_where_no_text_has_them() -> None:
