@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -137,7 +138,9 @@ def _remove(path: Path) -> bool:
             if time.time() - newest < ABANDONED_SECONDS:
                 return False
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            removed = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            path.replace(removed)  # half a folder never has an entry's name
+            shutil.rmtree(removed)
         else:
             path.unlink()
     return True

@@ -36,6 +36,7 @@ from specdec.engine.native_models import (
 )
 from specdec.engine.native_states import describe_heads, describe_states
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
+from specdec.errors import SpecDecError
 from specdec.model.linear_attention import HeadStateSizes
 from specdec.system import logs
 
@@ -48,6 +49,12 @@ def load_kernels(info: Mapping[str, str], dtype: torch.dtype) -> NativeKernels:
     Raises SpecDecError where they are not in the user's cache and cannot be compiled.
     """
     with provide_library(info) as library:
+        try:
+            return NativeKernels(library, dtype)
+        except SpecDecError:
+            if library.exists():
+                raise
+    with provide_library(info) as library:  # another process has cleared the cache meanwhile
         return NativeKernels(library, dtype)
 
 

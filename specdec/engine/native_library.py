@@ -68,7 +68,10 @@ def _copy_kept(info: Mapping[str, str], library: Path) -> bool:
         return False
     # One that this process has loaded may lie there: written into, it would break under us.
     library.unlink(missing_ok=True)
-    shutil.copyfile(cached_library, library)
+    try:
+        shutil.copyfile(cached_library, library)
+    except FileNotFoundError:  # another process has cleared the cache meanwhile
+        return False
     logger.debug("kernels taken from %s", cached_library)
     return True
 

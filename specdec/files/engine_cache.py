@@ -113,6 +113,10 @@ class EngineCache:
         """Remove an entry; return False where it is in use."""
         try:
             with self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                removed = self.folder / f".{name}.removed"
+                shutil.rmtree(removed, ignore_errors=True)
+                with contextlib.suppress(OSError):  # half a folder never has an entry's name
+                    os.rename(self.folder / name, removed)
                 for folder in self._list_folders(name):
                     shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,18 @@ def test_what_a_killed_process_left_counts(cache: EngineCache) -> None:
     assert [(entry.name, entry.num_bytes) for entry in removed_entries] == [("d", 50)]
     assert num_left == 30
     assert not left.exists()
+
+
+def test_an_entry_is_never_half_there(cache: EngineCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes it may be killed in the middle: the next one makes it again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        for _ in range(2):
+            cache.trim(25)
+            assert not cache.has("a")
+            assert [each.name for each in cache.folder.glob(".a.*")] == [".a.removed"]
+    assert [entry.name for entry in cache.clear()[0]] == ["a", "b", "c"]
+    assert not [path for path in cache.folder.iterdir() if path.is_dir()]
 
 
 def test_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

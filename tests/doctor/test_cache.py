@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,16 @@ def test_a_link_leads_to_nothing_that_is_removed(cache: Path, tmp_path: Path) ->
     (cache / "costs").symlink_to(tmp_path / "elsewhere")
     doctor_cache.clear_cache()
     assert (tmp_path / "elsewhere" / "key.json").is_file()
+
+
+def test_a_folder_is_never_half_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes it may be killed in the middle: half a tokenizer is not taken for one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        doctor_cache.clear_cache()
+    (left,) = (cache / "gguf").iterdir()
+    assert left.name.startswith(".small-3.")
+    os.utime(left, (1, 1))
+    os.utime(left / "config.json", (1, 1))
+    doctor_cache.clear_cache()
+    assert not list((cache / "gguf").iterdir())

@@ -306,6 +306,29 @@ def test_what_compiling_takes_is_said(
     assert "they are compiled again each time an engine is built or loaded" in caplog.text
 
 
+def test_kernels_that_are_cleared_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process: they are looked for again, or compiled, and no error tells of a file."""
+    cleared, kept, tries = tmp_path / "cleared.so", tmp_path / "kept.so", [0, 1]
+
+    @contextlib.contextmanager
+    def provide(info: Any) -> Iterator[Path]:
+        yield cleared if tries.pop() else kept
+
+    def load(path: Path, dtype: torch.dtype) -> str:
+        if not path.exists():
+            raise SpecDecError("the compiled kernels do not load", "set CXX")
+        return path.name
+
+    kept.touch()
+    monkeypatch.setattr(native, "provide_library", provide)
+    monkeypatch.setattr(native, "NativeKernels", load)
+    assert native.load_kernels(INFO, torch.float32) == "kept.so"
+    monkeypatch.setattr(native_library, "find_kept", lambda info: cleared)
+    assert not native_library._copy_kept(INFO, tmp_path / "copy.so")
+
+
 @pytest.fixture
 def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small source in the kernels' place, an empty cache, and the folder of the lock's file."""
