@@ -83,14 +83,15 @@ def make_requests(
     for i, prompt in enumerate(inputs.prompts):
         fields = {**prompt, **settings, "index": i if len(inputs.prompts) > 1 else ONLY}
         with _name_parameters(body.source, names):
-            request, fields = _fit_output(engine, fields, clamps=body.clamps_output)
+            request = _prepare(engine, cuts_output=body.clamps_output, **fields)
             full_grammar = writer.write(
                 calling, formats, grammar, request.input_text, request.continued_text
             )
             ignored += writer.left_out
             if full_grammar is not grammar:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]
-                request = _prepare(engine, **{**fields, "grammar": full_grammar})
+                fields |= {"max_output_len": request.max_output_len, "grammar": full_grammar}
+                request = _prepare(engine, **fields)
         requests += _repeat(request, body.num_choices, len(requests), seed)
     return requests, ignored
 
@@ -232,27 +233,10 @@ def _limit_prompt(body: GenerationBody, engine: Engine, output_limit: int | None
     return max(1, min(engine.max_input_len, room))
 
 
-def _fit_output(
-    engine: Engine, fields: dict[str, Any], *, clamps: bool
-) -> tuple[Request, dict[str, Any]]:
-    """Return the request of a Prompt's fields, and these fields.
-
-    clamps: whether an output that is longer than the room after the prompt is asked for again, as
-    long as the room.
-    """
-    try:
-        return _prepare(engine, **fields), fields
-    except PromptError as error:
-        excess = error.excess
-        if not clamps or excess is None or excess.num_prompt_tokens > excess.max_prompt_tokens:
-            raise
-        room = excess.max_tokens - excess.num_prompt_tokens
-        fields = {**fields, "max_output_len": room}
-        return _prepare(engine, **fields), fields
-
-
-def _prepare(engine: Engine, *, index: int, **fields: Any) -> Request:
-    return engine.prepare(Prompt(**fields), max_output_len=None, index=index)
+def _prepare(engine: Engine, *, index: int, cuts_output: bool = False, **fields: Any) -> Request:
+    """Return the request of a Prompt's fields. cuts_output: as `Engine.prepare` takes it."""
+    prompt = Prompt(**fields)
+    return engine.prepare(prompt, max_output_len=None, index=index, cuts_output=cuts_output)
 
 
 @contextlib.contextmanager

@@ -328,23 +328,28 @@ class Engine:
             )
 
     def prepare(
-        self, prompt: AnyPrompt, *, max_output_len: int | None = 100, index: int = ONLY
-    ) -> Request:
+        self, prompt: AnyPrompt, *, max_output_len: int | None = 100, index: int = ONLY,
+        cuts_output: bool = False,
+    ) -> Request:  # fmt: skip
         """Tokenize and check a prompt, for `stream`; any thread may call this at any time.
 
         max_output_len: None is as many as the engine has room for after this prompt. index: of
-        several prompts, for messages.
+        several prompts, for messages. cuts_output: whether the limit of an output that is longer
+        than the room after the prompt becomes the room.
         """
         full_prompt = make_prompt(prompt)
         min_tokens = full_prompt.min_tokens
         least_len = max(1, min_tokens) if type(min_tokens) is int else 1
         core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or least_len)
-        (request,) = self._make_requests(core, [prompt], defaults, index)
-        if max_output_len is None and full_prompt.max_output_len is None:
-            max_seq_len = core.find_limits(drafts=request.drafts)[1]
-            room = max(1, max_seq_len - len(request.input_ids))
+        (request,) = self._tokenize([prompt], defaults, index)
+        max_input_len, max_seq_len = core.find_limits(drafts=request.drafts)
+        length, limit = len(request.input_ids), request.max_output_len
+        room = max_seq_len - length
+        is_unlimited = max_output_len is None and full_prompt.max_output_len is None
+        takes_room = room >= limit if is_unlimited else cuts_output and 1 <= room < limit
+        if takes_room and length <= max_input_len:
             request = dataclasses.replace(request, max_output_len=room)
-            core.check_requests([request])
+        core.check_requests([request])
         return request
 
     def encode(self, prompt: AnyPrompt) -> list[int]:
@@ -363,6 +368,7 @@ class Engine:
         with self._use() as core:
             if isinstance(prompt, Request):
                 request = prompt
+                core.check_requests([request])  # another engine may have prepared it
             else:
                 (request,) = self._make_requests(core, [prompt], make_defaults(settings), ONLY)
             is_idle = self._batch is None or not self._batch.is_busy
@@ -445,16 +451,23 @@ class Engine:
         self, core: TorchEngine, prompts: Sequence[AnyPrompt], defaults: Prompt,
         first_index: int = 0, *, repeats: bool = False,
     ) -> list[Request]:  # fmt: skip
+        requests = self._tokenize(prompts, defaults, first_index, repeats=repeats)
+        core.check_requests(requests)
+        return requests
+
+    def _tokenize(
+        self, prompts: Sequence[AnyPrompt], defaults: Prompt, first_index: int = 0, *,
+        repeats: bool = False,
+    ) -> list[Request]:  # fmt: skip
+        """Return requests of prompts, of any length."""
         checked_prompts = [
             fill_prompt(index, user_prompt, defaults)
             for index, user_prompt in enumerate(prompts, first_index)
         ]
-        requests = make_requests(
+        return make_requests(
             checked_prompts, self._settings, self.tokenizer, self._end_ids,
             lambda grammar: self._grammars.compile(grammar), first_index, repeats,
         )  # fmt: skip
-        core.check_requests(requests)
-        return requests
 
 
 class Stream:

@@ -529,6 +529,15 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
             engine.generate([[], [5] * 50])
         with pytest.raises(PromptError, match="^the prompt has 3 tokens and asks for 100 more"):
             engine.stream([5, 6, 7])
+        with load(folder, "medusa") as longer:
+            foreign = longer.prepare([5, 6, 7], max_output_len=50)
+        with pytest.raises(PromptError, match="^the prompt has 3 tokens and asks for 50 more"):
+            engine.stream(foreign)
+        cut = engine.prepare([5, 6, 7], max_output_len=50, cuts_output=True)
+        assert engine.stream(cut).output.prompt_ids == [5, 6, 7]
+        assert (cut.max_output_len, len(cut.input_ids)) == (37, 3)
+        with pytest.raises(PromptError, match="^the prompt has 40 tokens and asks for 50 more"):
+            engine.prepare([5] * 40, max_output_len=50, cuts_output=True)
         with pytest.raises(UsageError, match="text prompts need"):
             engine.generate("text")
         with pytest.raises(UsageError, match="stop words need"):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from specdec.decode import prompt_requests
+from specdec.text.encoding import encode_prompt
 from tests.serve.servers import CLIENT, MODEL, post
 
 LONG = [{"role": "user", "content": "x" * 900}]
@@ -47,13 +49,24 @@ def test_an_output_beyond_the_room_is_a_bad_request_of_openai(url: str) -> None:
     assert "you requested 904 tokens (4 in the prompt, 900 in the completion)" in error["message"]
 
 
-def test_an_output_of_messages_ends_with_the_context(url: str) -> None:
-    """Agents ask for 32,000 tokens whatever room there is."""
+def test_an_output_of_messages_ends_with_the_context(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents ask for 32,000 tokens whatever room there is; a long prompt is tokenized once."""
+    num_encoded = 0
+
+    def encode(*arguments: Any) -> Any:
+        nonlocal num_encoded
+        num_encoded += 1
+        return encode_prompt(*arguments)
+
+    monkeypatch.setattr(prompt_requests, "encode_prompt", encode)
     body: dict[str, Any] = {"messages": SHORT, "ignore_eos": True}
     answer = post(url, "/v1/messages", max_tokens=32000, **body)
     usage = answer["usage"]
     assert usage["input_tokens"] + usage["output_tokens"] == MAX_SEQ_LEN
     assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert num_encoded == 1
     assert post(url, "/v1/messages", max_tokens=2, **body)["stop_reason"] == "max_tokens"
     answer = post(url, "/v1/messages", max_tokens=usage["output_tokens"], **body)
     assert answer["stop_reason"] == "max_tokens"
