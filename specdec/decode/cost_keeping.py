@@ -113,7 +113,7 @@ def read_kept_table(path: Path, key: Mapping[str, Any]) -> CostTable | None:
         document = read_json(path)
         if document["key"] != key:
             return None
-        return read_table(document["table"])
+        return read_table(document["table"], len(key["drafters"]))
     except (SpecDecError, OSError, KeyError, TypeError, ValueError):
         return None
 

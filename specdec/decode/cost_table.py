@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from specdec.engine.transfers import Array
+from specdec.model.bounds import MAX_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +146,18 @@ class CostTable:
         return dataclasses.asdict(self)
 
 
-def read_table(document: Mapping[str, Any]) -> CostTable:
-    """Read what `write` wrote; raise ValueError, KeyError or TypeError for anything else."""
-    prompts = document["prompts"]
+def read_table(document: Mapping[str, Any], num_drafters: int) -> CostTable:
+    """Read what `write` wrote; raise ValueError, KeyError or TypeError for anything else.
+
+    num_drafters: how many there are to draft, each of which has costs in the table.
+    """
+    steps, prompts = _read_grid(document["steps"]), document["prompts"]
+    if not all(curve.seconds[0] > 0 for _, curve in steps.curves):
+        raise ValueError("steps that take no time")
+    if len(document["drafts"]) != num_drafters:
+        raise ValueError("costs of other drafters")
     return CostTable(
-        steps=_read_grid(document["steps"]),
+        steps=steps,
         drafts=tuple(map(_read_grid, document["drafts"])),
         reading=_read_seconds([document["reading"]])[0],
         prompts=None if prompts is None else _read_curve(prompts),
@@ -172,7 +180,7 @@ def _read_curve(document: Mapping[str, Any]) -> Curve:
 
 
 def _check_rising(sizes: Sequence[int]) -> None:
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+    if not sizes or any(type(size) is not int or not 1 <= size <= MAX_SIZE for size in sizes):
         raise ValueError("sizes that are no numbers")
     if any(a >= b for a, b in itertools.pairwise(sizes)):
         raise ValueError("sizes that do not rise")

@@ -86,16 +86,19 @@ def test_one_size_costs_what_it_costs_among_others(num_rows: float) -> None:
 def test_a_table_is_read_as_it_was_written() -> None:
     table = make_costs(2, reading=0.1, prompts=FLAT)
     document = table.write()
-    assert read_table(document) == table
+    assert read_table(document, 2) == table
     changes: list[dict[str, Any]] = [
         {"reading": "much"}, {"context": -1.0}, {"steps": {"curves": []}},
         {"drafts": [{"curves": [[1, {"sizes": [2, 1], "seconds": [1.0, 2.0]}]]}]},
         {"drafts": [{"curves": [[1, {"sizes": [1, 2], "seconds": [2.0, 1.0]}]]}]},
         {"prompts": {"sizes": [1], "seconds": [float("nan")]}},
+        {"drafts": document["drafts"][:1]}, {"drafts": []},
+        {"steps": {"curves": [[1, {"sizes": [1, 2], "seconds": [0, 1.0]}]]}},
+        {"steps": {"curves": [[1, {"sizes": [1, 10**30], "seconds": [1.0, 2.0]}]]}},
     ]  # fmt: skip
     for change in changes:
         with pytest.raises((ValueError, TypeError, KeyError)):
-            read_table(document | change)
+            read_table(document | change, 2)
 
 
 def test_what_was_won_pays_for_no_trials_of_what_is_believed_not_to_pay() -> None:
