@@ -7,10 +7,12 @@ import functools
 import gzip
 import math
 import numbers
+import os
 import re
+import stat
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +32,7 @@ from specdec.text.chat import OPTIONS
 logger = get_logger(__name__)
 
 STDIN, GZIP = Path("-"), ".gz"
+MAX_BYTES, BLOCK_BYTES = 1_000_000_000, 1 << 20  # of a file of prompts, and of what is read at once
 MAX_LOGPROBS = 20
 MAX_WORDS = 1024
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id that any library takes
@@ -295,10 +298,7 @@ def _read_lines(path: Path, flag: str) -> list[str]:
             text = _read_once(sys.stdin).removeprefix("\ufeff")
             text.encode()  # in some locales Python lets other bytes through
         else:
-            content = path.read_bytes()
-            text = (gzip.decompress(content) if path.suffix == GZIP else content).decode(
-                "utf-8-sig"
-            )
+            text = _read_file(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise SpecDecError(f"{path} does not exist", f"check the path of {flag}") from None
     except IsADirectoryError:
@@ -311,10 +311,36 @@ def _read_lines(path: Path, flag: str) -> list[str]:
     return text.replace("\r\n", "\n").split("\n")
 
 
+def _read_file(path: Path) -> bytes:
+    """Return the content of a file or a named pipe, unpacked."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise SpecDecError(
+                f"{path} is a device, not a file", "give a file, a pipe, or - for stdin"
+            )
+        _find_suffix(path, ())
+        stream = gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file
+        return b"".join(_read_blocks(stream, path))
+
+
 @functools.lru_cache(maxsize=1)
 def _read_once(stream: TextIO) -> str:
     """Return all of stdin, also to a second caller: specdec generate checks it, then runs it."""
-    return stream.read()
+    return "".join(_read_blocks(stream, "stdin"))
+
+
+def _read_blocks(stream: Any, name: object) -> Iterator[Any]:
+    """Yield the blocks of a stream; SpecDecError where it has more than a file of prompts may."""
+    size = 0
+    while block := stream.read(BLOCK_BYTES):
+        size += len(block)
+        if size > MAX_BYTES:
+            raise SpecDecError(
+                f"{name} holds more than {MAX_BYTES} bytes, as unpacked text",
+                "give its prompts in several files",
+            )
+        yield block
 
 
 def read_line(location: str, line: str, more_keys: Sequence[str] = ()) -> Line:

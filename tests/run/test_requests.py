@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import json
 import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.files.tensor_file import TensorFile
 from specdec.run.settings import RunSettings
 from specdec.system import logs
+from specdec.text import prompts as prompt_files
 from specdec.text.prompts import Prompt, list_prompts, read_line
 from tests.conftest import make_llama, make_tokenizer, read_error_lines
 from tests.engines import OracleDrafter, run_cli_here, start_cli
@@ -478,6 +483,35 @@ def test_prompts_from_stdin(folder: Path) -> None:
     assert len(json.loads(lines.stdout)["outputs"][0]["output_ids"]) == 1
     empty = run(folder, *flags, stdin="\n")
     assert read_error_lines(empty.stderr)[0] == "stdin holds no prompt"
+
+
+def test_no_more_is_read_of_prompts_than_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file, of what one unpacks to, of a pipe and of stdin; and nothing of a device."""
+    monkeypatch.setattr(prompt_files, "MAX_BYTES", 1000)
+    files = {name: tmp_path / name for name in ("p.txt", "p.txt.gz", "pipe.txt")}
+    os.mkfifo(files["pipe.txt"])
+
+    def read(path: Path, text: bytes) -> list[prompt_files.Line]:
+        threads = ThreadPoolExecutor(1)
+        if path == prompt_files.STDIN:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(text.decode()))
+        else:
+            threads.submit(path.write_bytes, gzip.compress(text) if path.suffix == ".gz" else text)
+        if path != files["pipe.txt"]:
+            threads.shutdown()
+        return prompt_files.read_prompts(path, "--input-file")
+
+    for path in (*files.values(), prompt_files.STDIN):
+        assert len(read(path, b"a\n" * 500)) == 500
+        with pytest.raises(SpecDecError, match=r"holds more than 1000 bytes, as unpacked text"):
+            read(path, b"a" * 1001)
+    (device := tmp_path / "zero.txt").symlink_to("/dev/zero")
+    with pytest.raises(SpecDecError, match=r"zero.txt is a device, not a file"):
+        prompt_files.read_prompts(device, "--input-file")
+    with pytest.raises(SpecDecError, match=r"/dev/zero is a device"):
+        prompt_files.read_prompts(Path("/dev/zero"), "--input-file")
 
 
 def test_log_probabilities_and_the_best_of_several(folder: Path, tmp_path: Path) -> None:
