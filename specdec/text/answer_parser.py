@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from .call_arguments import SchemaReader, may_be_arguments, read_argument
 from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
-from .json_scan import JsonScan
+from .json_scan import JsonScan, read_json_text
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -232,11 +232,14 @@ class Parser:
         Brackets between them close nothing, as models write one too many at times.
         """
         behind = end = yield from self._skip(position)
-        while word and self._text[end : end + 1] in ("}", "]"):
+        while True:
+            if word and (yield from self._has(end, word)):
+                return end + len(word)
+            if word.startswith(self._text[end:]):
+                return len(self._text)
+            if not word or self._text[end] not in "}]":
+                return behind
             end = yield from self._skip(end + 1)
-        if word and (yield from self._has(end, word)):
-            return end + len(word)
-        return len(self._text) if word.startswith(self._text[end:]) else behind
 
     def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
         """Read the calls after a marker; return their end, None where no call stands there.
@@ -254,6 +257,9 @@ class Parser:
             position = end = call_end
             if not form.call_begin:
                 break
+            if form.is_list:
+                position = yield from self._skip(end)
+                position += self._text[position : position + 1] == ","
         if end is None and (form.is_wrapped or not form.call_begin):
             end = yield from self._read_written(form, position)
         return end if end is None else (yield from self._read_end(form.end, end))
@@ -308,7 +314,7 @@ class Parser:
             return None
         while not is_bare or self._may_be_call(position):
             head = _HEAD.match(self._text, position)
-            if head is not None and (name := _read_json_text(head[1])) is not None:
+            if head is not None and (name := read_json_text(head[1])) is not None:
                 if is_bare and name not in self._schemas:
                     return None
                 return (yield from self._read_arguments(name, head.end(), depth=1))
@@ -589,11 +595,3 @@ def _may_begin(text: str, form: ToolFormat) -> bool:
     expected = "".join(form.name_text.split()) + ("" if form.tags is not None else "{")
     has_wildcard = "[" in form.name_pattern
     return expected.startswith(letters) or (has_wildcard and len(text) <= len(expected) + MAX_NAME)
-
-
-def _read_json_text(letters: str) -> str | None:
-    """Return the text that JSON writes with these letters in quotation marks; None for none."""
-    try:
-        return str(json.loads(f'"{letters}"'))
-    except ValueError:
-        return None

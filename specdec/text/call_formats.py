@@ -82,6 +82,12 @@ class ToolFormat:
         """True where a call in JSON can stand after the marker."""
         return not self.name_pattern or bool(self.call_begin)
 
+    @functools.cached_property
+    def is_list(self) -> bool:
+        """True where a comma stands between the ends and the beginnings of two calls."""
+        between = self.separator.removeprefix(self.call_end).removesuffix(self.call_begin)
+        return between.strip() == ","
+
     def list_marks(self) -> list[str]:
         """Return the texts that identify a call, in which special tokens may stand."""
         tags = self.tags or TagForm("", "", "", "")
@@ -130,6 +136,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", is_assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 
 

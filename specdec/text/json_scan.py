@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 # Outside of texts: quotation marks, brackets, and characters that JSON cannot have.
@@ -51,3 +52,11 @@ class JsonScan:
         self._closings.pop()
         self.is_whole = not self._closings
         return True
+
+
+def read_json_text(letters: str) -> str | None:
+    """Return the text that JSON writes with these letters in quotation marks; None for none."""
+    try:
+        return str(json.loads(f'"{letters}"'))
+    except ValueError:
+        return None

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specdec.decode.chats import read_answer
 from specdec.serve.tools import Calling, make_parser
 from specdec.text.answer_parser import Parser
-from specdec.text.call_formats import TOOL_FORMATS, ChatFormats
+from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.text.call_messages import write_messages
 from specdec.text.call_probe import choose_formats
 from specdec.text.tool_calls import render_calls
@@ -172,6 +172,8 @@ def test_formats_are_those_that_have_names() -> None:
     assert (given.tools, given.reads_tools, given.as_text) == (TOOL_FORMATS["json"], True, False)
     assert choose_formats("none", "auto", make("qwen3")).tools is None
     assert choose_formats("auto", "auto", make("qwen3")).reasoning is not None
+    seed = choose_formats("auto", "auto", make("seed_oss")).reasoning
+    assert seed == REASONING_FORMATS["seed_oss"]
     assert choose_formats("auto", "auto", SimpleNamespace(chat_template=None)).tools is None
 
 
@@ -190,6 +192,9 @@ FORMS = {
     " tojson }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}</calls>": "<calls>",
     "<|calls|>{% for c in cs %}<|call|>functions.{{ c.function.name }}:{{ loop.index0 }}<|args|>"
     "{{ c.function.arguments | tojson }}<|end_call|>{% endfor %}<|end_calls|>": "<|calls|>",
+    "<|prefix|>[{% for c in cs %}{ {{- '\"' + c.function.name }}\": "
+    "{{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}{% endfor %}]"
+    "<|suffix|>": "<|prefix|>[",
     "{% for c in cs %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}": "",
 }  # fmt: skip
 

@@ -256,6 +256,7 @@ THOUGHT: list[tuple[str, bool, str, str, str]] = [
     ("qwen3", True, "hm, cut", "hm, cut", ""),
     ("deepseek_r1", False, "hm</think>\n\nYes", "hm", "Yes"),
     ("mistral", False, "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+    ("seed_oss", False, "<seed:think>hm</seed:think>\nYes", "hm", "Yes"),
 ]
 
 
