@@ -156,6 +156,7 @@ class IntMatrix(Matrix):
     with first, by name, where there is such a vector.
     """
 
+    SYMMETRY_REMEDY = "correct that key, or get the model from its origin"
     bits: int = 4
     num_groups: int
     input_scale: str | None = None
@@ -214,6 +215,18 @@ class IntMatrix(Matrix):
     def has_zeros(self) -> bool:
         """Return whether any zero differs from the middle of the numbers."""
         return bool((self.read_zeros(0, self.shape[0]) != self.symmetric_zero).any())
+
+    def check_symmetry(self, section_key: str) -> None:
+        """Refuse zeros other than the middle, of a section that says that there are none."""
+        zeros = self.read_zeros(0, self.shape[0])
+        is_other = zeros != self.symmetric_zero
+        if is_other.any():
+            raise self.refuse(
+                f"{section_key} in its section says that every zero is {self.symmetric_zero}, and"
+                f" {int(is_other.sum())} of its {zeros.size} are others, such as"
+                f" {int(zeros[is_other][0])}; some libraries read them, others do not",
+                self.SYMMETRY_REMEDY,
+            )
 
     def multiply(self, numbers: Array, start: int, stop: int) -> Array:
         scales = cast(self.read_scales(start, stop), self.dtype, "float32")
@@ -277,7 +290,9 @@ class IntMatrix(Matrix):
 class AwqMatrix(IntMatrix):
     """AutoAWQ's gemm layout: everything is [in, out], eight outputs a word."""
 
-    def __init__(self, folder: HfFolder, stem: str, group_size: int) -> None:
+    def __init__(
+        self, folder: HfFolder, stem: str, group_size: int, *, is_symmetric: bool = False
+    ) -> None:
         super().__init__(folder, stem, group_size)
         num_inputs, words = self.get_sizes("qweight", ("int32",))
         self.shape = (8 * words, num_inputs)
@@ -285,6 +300,8 @@ class AwqMatrix(IntMatrix):
         scales = self.get("scales", FLOATS, (self.num_groups, 8 * words))
         self.get("qzeros", ("int32",), (self.num_groups, words))
         self.dtype = folder.tensors[scales].dtype
+        if is_symmetric:
+            self.check_symmetry("zero_point false")
 
     def read_numbers(self, start: int, stop: int) -> Array:
         return self._read("qweight", self.shape[1], start, stop)
@@ -308,19 +325,18 @@ class GptqMatrix(IntMatrix):
     zero_offset: 1 where zeros are stored less one (checkpoint_format gptq), else 0. carries:
     whether the one was taken from whole words, as GPTQModel does, so that it is given back to them.
     is_ordered: whether inputs were quantized by the order of activations, in groups of that order.
+    is_symmetric: whether every zero is the middle, by the section.
     """
 
+    SYMMETRY_REMEDY = (
+        "correct checkpoint_format, where the zeros are all one more or one less; or sym, where the"
+        " model was quantized with zeros of its own"
+    )
+
     def __init__(
-        self,
-        folder: HfFolder,
-        stem: str,
-        group_size: int,
-        bits: int,
-        zero_offset: int,
-        *,
-        carries: bool,
-        is_ordered: bool = False,
-    ) -> None:
+        self, folder: HfFolder, stem: str, group_size: int, bits: int, zero_offset: int, *,
+        carries: bool, is_ordered: bool = False, is_symmetric: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(folder, stem, group_size)
         self.bits, self.zero_offset, self.carries = bits, zero_offset, carries
         per_word = 32 // bits
@@ -332,6 +348,8 @@ class GptqMatrix(IntMatrix):
         self.dtype = folder.tensors[scales].dtype
         self.set_groups("g_idx", is_stored=is_ordered)
         self._check_zeros()
+        if is_symmetric:
+            self.check_symmetry("sym true")
 
     def read_numbers(self, start: int, stop: int) -> Array:
         words = self.folder.read_block(
@@ -374,13 +392,13 @@ class GptqMatrix(IntMatrix):
 class PackedMatrix(IntMatrix):
     """compressed-tensors' pack-quantized: [out, in], several inputs a word.
 
-    is_ordered: whether groups are those of inputs in the order of activations. needs_zeros: whether
-    all groups have zeros of their own, by the section.
+    is_ordered: whether groups are those of inputs in the order of activations. is_symmetric:
+    whether groups have no zeros of their own, by the section.
     """
 
     def __init__(
-        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool = False,
-        needs_zeros: bool = False,
+        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool,
+        is_symmetric: bool,
     ) -> None:  # fmt: skip
         super().__init__(folder, stem, group_size)
         self.bits = bits
@@ -398,9 +416,11 @@ class PackedMatrix(IntMatrix):
         shapes = [(num_outputs, self.num_groups)] + [(num_outputs,)] * (self.num_groups == 1)
         self.dtype = folder.tensors[self.get("weight_scale", FLOATS, *shapes)].dtype
         self.zeros: str | None = None
-        if needs_zeros or self.has("weight_zero_point"):
+        if not is_symmetric or self.has("weight_zero_point"):
             shape = (-(-num_outputs // per_word), self.num_groups)
             self.zeros = self.get("weight_zero_point", ("int32",), shape)
+            if is_symmetric:
+                self.check_symmetry("symmetric true")
         self.set_groups("weight_g_idx", is_stored=is_ordered)
 
     def read_numbers(self, start: int, stop: int) -> Array:

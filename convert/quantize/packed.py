@@ -74,11 +74,26 @@ def open_matrices(folder: HfFolder, scheme: Scheme) -> dict[str, Matrix]:
     """Check every quantized matrix of a folder; return them by module."""
     problems = Problems()
     matrices: dict[str, Matrix] = {}
-    for module in find_modules(folder, scheme):
+    modules = find_modules(folder, scheme)
+    _refuse_copies(folder, scheme.format.marker, modules)
+    for module in modules:
         with collect(problems):
             matrices[module] = scheme.make(folder, module)
     problems.raise_all()
     return matrices
+
+
+def _refuse_copies(folder: HfFolder, marker: str, modules: Sequence[str]) -> None:
+    """Raise SpecDecError for quantized matrices that the folder has in plain weights as well."""
+    copies = [
+        module for module in modules if marker != "weight" and f"{module}.weight" in folder.tensors
+    ]
+    if copies:
+        others = f", and so of {len(copies) - 1} more matrices" if len(copies) > 1 else ""
+        raise SpecDecError(
+            f"{folder.path} holds {copies[0]}.weight and, quantized, {copies[0]}.{marker}{others}",
+            "keep one of them: which holds the model's weights cannot be known",
+        )
 
 
 def _compute(

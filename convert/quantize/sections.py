@@ -233,13 +233,13 @@ def _read_awq(section: Section) -> Scheme:
     section.take("backend", "autoawq", default="autoawq")
     section.take("method", "awq", default="awq")
     section.take("pack_dtype", "int32", default="int32")
-    section.take("zero_point", True, False, default=True)
+    has_zeros = section.take("zero_point", True, False, default=True)
     size = section.take_group_size(128)
     section.skip(
         "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
         "exllama_config", "sym", "desc_act", "lm_head", "meta",
     )  # fmt: skip
-    make = functools.partial(matrices.AwqMatrix, group_size=size)
+    make = functools.partial(matrices.AwqMatrix, group_size=size, is_symmetric=not has_zeros)
     return Scheme(name="awq", bits=4, description=f"AWQ, group_size {size}", make=make)
 
 
@@ -249,7 +249,7 @@ def _read_gptq(section: Section) -> Scheme:
     section.take("format", "gptq", "gptq_v2", kind, default=kind)
     section.take("method", "gptq", default="gptq")
     section.take("pack_dtype", "int32", default="int32")
-    section.take("sym", True, False, default=True)
+    is_symmetric = section.take("sym", True, False, None)
     is_ordered = section.take("desc_act", True, False, default=False)
     # Static groups are of columns as they lie, in whatever order these were quantized.
     is_ordered = is_ordered and section.take("static_groups", default=False) is not True
@@ -267,6 +267,7 @@ def _read_gptq(section: Section) -> Scheme:
     make = functools.partial(
         matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),
         carries="gptqmodel" in str(quantizer), is_ordered=is_ordered,
+        is_symmetric=is_symmetric is True,
     )  # fmt: skip
     words = f"GPTQ, {bits} bits, group_size {size}, checkpoint_format {kind}"
     return Scheme(name="gptq", bits=bits, description=words, make=make)
@@ -276,13 +277,14 @@ def _read_compressed(section: Section) -> Scheme:
     _check_compression(section)
     groups = section.take("config_groups")
     format_name = section.take("format", default="")
-    kind, bits, strategy, size, block, inputs, is_ordered = _read_groups(section, groups)
+    kind, bits, strategy, size, block, inputs, is_ordered, is_symmetric = _read_groups(
+        section, groups
+    )
     is_packed = format_name == "pack-quantized" and strategy in ("channel", "group")
     if kind == "int" and is_packed and bits in (4, 8):
-        symmetries = [group["weights"].get("symmetric") for group in groups.values()]
         maker = functools.partial(
             matrices.PackedMatrix, group_size=size, bits=bits, is_ordered=is_ordered,
-            needs_zeros=all(value is False for value in symmetries),
+            is_symmetric=is_symmetric,
         )  # fmt: skip
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
@@ -335,6 +337,7 @@ class GroupedWeights(NamedTuple):
     block: tuple[int, int] | None
     inputs: str
     is_ordered: bool
+    is_symmetric: bool
 
 
 def _read_groups(section: Section, groups: Any) -> GroupedWeights:
@@ -354,7 +357,8 @@ def _read_group(section: Section, name: str, values: Any) -> GroupedWeights:
     group = Section(section.folder, values, f"{section.location}, config_groups.{name}")
     group.skip("targets", "format")
     weights = Section(section.folder, group.take("weights"), f"{group.location}.weights")
-    weights.skip("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "symmetric")
+    weights.skip("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    is_symmetric = weights.take("symmetric", True, False, default=True)
     order = weights.take("actorder", *STORED_ORDERS, *UNSTORED_ORDERS, default=False)
     weights.take("dynamic", False, default=False)
     kind = weights.take("type", "int", "float", default="int")
@@ -384,7 +388,8 @@ def _read_group(section: Section, name: str, values: Any) -> GroupedWeights:
         raise section.refuse("outputs of linears are rounded too", _REMEDY)
     group.refuse_rest()
     block = _read_block(section, block)
-    return GroupedWeights(kind, bits, strategy, size, block, rounding, order in STORED_ORDERS)
+    is_ordered = order in STORED_ORDERS
+    return GroupedWeights(kind, bits, strategy, size, block, rounding, is_ordered, is_symmetric)
 
 
 def _read_block(section: Section, value: Any) -> tuple[int, int] | None:

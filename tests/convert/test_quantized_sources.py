@@ -306,6 +306,68 @@ def test_linears_that_are_left_alone_are_listed(convert: Converter, tmp_path: Pa
     assert torch.equal(written["transformer.layers.1.mlp.proj.weight"], weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("awq", "qweight"), ("gptq", "qweight"), ("compressed", "weight_packed")]
+)
+def test_matrices_that_are_there_plain_and_quantized(
+    name: str, kind: str, convert: Converter, tmp_path: Path
+) -> None:
+    """The quantized one was taken without a word, whatever the other held."""
+    source, plain = make_quantized(tmp_path, CASES[name], layers=1)
+    weight = plain[f"{Q_PROJ}.weight"].to(torch.float16)
+    change_folder(source, {f"{Q_PROJ}.weight": weight})
+    for dequantize in (False, True):
+        message = convert.fail(model_dir=source, dequantize=dequantize).message
+        assert f"holds {Q_PROJ}.weight and, quantized, {Q_PROJ}.{kind}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("awq", {"zero_point": False}, "zero_point false"),
+        ("gptq-asymmetric", {"sym": True}, "sym true"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "sym true"),  # of whose zeros one was taken
+        ("compressed-asymmetric", describe_int(4), "symmetric true"),
+        ("compressed-asymmetric", describe_int(4, symmetric=None), "symmetric true"),
+    ],
+)
+def test_zeros_of_a_section_that_has_none(
+    name: str, section: dict[str, Any], words: str, convert: Converter, tmp_path: Path
+) -> None:
+    """vLLM's kernels of symmetric numbers pass zeros over, those of AutoGPTQ subtract them."""
+    source, _ = make_quantized(tmp_path, CASES[name], layers=1)
+    change_folder(source, {}, **section)
+    message = convert.fail(model_dir=source).message
+    assert f"q_proj: {words} in its section says that every zero is 8" in message
+    assert re.search(r"and \d+ of its 128 are others, such as \d+", message)
+
+
+@pytest.mark.parametrize("name", ["awq", "compressed"])
+def test_zeros_that_are_the_middle_may_be_there(
+    name: str, convert: Converter, tmp_path: Path
+) -> None:
+    """As AutoRound writes a symmetric model in AWQ's layout; a model without a key says nothing."""
+    source, _ = make_quantized(tmp_path, CASES[name], layers=1)
+    stored = load_file(source / "model.safetensors")
+    middle = int(np.uint32(0x88888888).view(np.int32))
+    if name == "awq":
+        zeros = {key: torch.full_like(t, middle) for key, t in stored.items() if "qzeros" in key}
+        change_folder(source, zeros, zero_point=False)
+    else:
+        change_folder(
+            source,
+            {
+                key.replace("packed", "zero_point"): torch.full(
+                    (len(t) // 8, 2 if t.shape[1] == 8 else 3), middle, dtype=torch.int32
+                )
+                for key, t in stored.items() if key.endswith("weight_packed")
+            },
+        )  # fmt: skip
+    convert(model_dir=source)
+    section = read_checkpoint_config(convert.output).raw["quantization"]
+    assert not section["has_zero_point"]
+
+
 def test_biases_of_zeros_are_left_out(convert: Converter, tmp_path: Path) -> None:
     source, _ = make_quantized(tmp_path, CASES["gptq"])
     bias = torch.zeros(64, dtype=torch.float16)
@@ -419,6 +481,10 @@ def test_groups_that_round_inputs_or_differ(convert: Converter, tmp_path: Path) 
         ({"a": {"weights": weights, "input_activations": inputs}}, "inputs of linears are rounded"),
         (
             {"a": {"weights": weights}, "b": {"weights": weights | {"num_bits": 8}}},
+            "different ways",
+        ),
+        (  # a matrix without zeros is of which?
+            {"a": {"weights": weights}, "b": {"weights": weights | {"symmetric": False}}},
             "different ways",
         ),
         ({"a": {"weights": weights | {"clip": 3}}}, "clip 3: not known"),
