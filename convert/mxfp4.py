@@ -13,11 +13,10 @@ import numpy as np
 from specdec.files.casts import cast
 from specdec.files.reading import Array
 
+from .quantize.float8 import FLOAT4_VALUES
+
 GROUP, BIAS = 32, 127  # of the powers, which are stored with it added
 BLOCK_BYTES = 1 + GROUP // 2
-# Values of the four bits e2m1: a sign, two bits of exponent, one of mantissa.
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-VALUES = np.concatenate((VALUES, -VALUES))
 
 
 class Kind(enum.IntEnum):
@@ -33,7 +32,7 @@ def widen(numbers: Array, powers: Array) -> Array:
     """
     codes = _list_codes(numbers)
     with np.errstate(over="ignore"):  # an infinity is refused as any other
-        weights = np.ldexp(VALUES[codes], powers[..., None].astype(np.int32) - BIAS)
+        weights = np.ldexp(FLOAT4_VALUES[codes], powers[..., None].astype(np.int32) - BIAS)
     return cast(weights.reshape(len(powers), -1), "float32", "bfloat16")
 
 

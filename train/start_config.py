@@ -16,7 +16,7 @@ from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile
 from specdec.model.config import ModelConfig
 from specdec.model.config_reader import ConfigReader, read_rotary
-from specdec.model.rotary_scaling import STEADY_SCALINGS, get_kind
+from specdec.model.rotary_scaling import STEADY_SCALINGS, get_kind, unify_scaling
 from specdec.system.logs import get_logger
 
 # Keys that are compared where both have them.
@@ -124,7 +124,8 @@ def compare_config(folder: Path, config: Mapping[str, Any]) -> None:
     so they are a warning.
     """
     path = folder / "config.json"
-    both_facts = start_facts, facts = flatten_config(read_json(path)), flatten_config(config)
+    start_facts, facts = flatten_config(read_json(path), path), flatten_config(config, path)
+    both_facts = start_facts, facts
     problems = Problems()
     for key in (*SHARED_KEYS, *DEFAULTS):
         if key in DEFAULTS:
@@ -146,26 +147,21 @@ def compare_config(folder: Path, config: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with its sections' keys beside its own, rotary scalings in one form."""
+def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a config.json with its sections' keys beside its own, rotary embeddings in one form.
+
+    path: that of the file, or where it would be, for an error.
+    """
     # P-EAGLE's config.json has the layers twice, vLLM's numbers outside of the section.
     facts = {key: value for key, value in config.items() if key != LAYER_KEYS[0]}
     for name in SECTIONS:
         section = config.get(name)
         facts |= section if isinstance(section, dict) else {}
     if any(key in facts for key in ROTARY_KEYS):
-        facts |= flatten_rotary(config)
+        reader = ConfigReader(facts, path)
+        rotary = read_rotary(reader)
+        reader.finish()
+        base = {} if rotary.base is None else {"rope_theta": rotary.base}
+        scaling = unify_scaling(rotary.scaling) if rotary.scaling else None
+        facts |= base | {"rope_scaling": scaling}
     return facts
-
-
-def flatten_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rotary embedding as transformers 4 wrote it, without keys that are null."""
-    reader = ConfigReader(config, Path("config.json"))
-    rotary = read_rotary(reader)
-    reader.finish()
-    scaling = {
-        "rope_type" if key == "type" else key: value
-        for key, value in (rotary.scaling or {}).items() if value is not None
-    }  # fmt: skip
-    base = {} if rotary.base is None else {"rope_theta": rotary.base}
-    return base | {"rope_scaling": scaling or None}

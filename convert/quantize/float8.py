@@ -1,8 +1,8 @@
-"""float8 e4m3 in numpy, bit for bit as torch rounds; e8m0; and the largest magnitude of an array.
+"""Small floats in numpy: float8 e4m3, bit for bit as torch rounds, e8m0 and e2m1; magnitudes.
 
 A byte is a sign, 4 exponent bits with bias 7 and 3 mantissa bits; 0x7F and 0xFF are NaN, there is
 no infinity, the largest value is 448 and the smallest 2^-9. A byte of e8m0, a type for scales, is
-2^(byte - 127); 255 is NaN.
+2^(byte - 127); 255 is NaN. e2m1 is a sign, two bits of exponent and one of mantissa.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from specdec.files.tensor_file import DTYPES
 from specdec.model.quantization import FLOAT8, FLOAT8_MAX
 
 E8M0 = "float8_e8m0fnu"
+FLOAT4_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)
 BLOCK_ITEMS = 1 << 15
 _NAN = np.uint8(0x7F)
 _MAX = np.uint8(0x7E)  # 448

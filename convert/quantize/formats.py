@@ -15,7 +15,6 @@ from specdec.files.reading import Array
 from specdec.model import int4
 from specdec.model.quantization import (
     ALGORITHMS,
-    FLOAT4_VALUES,
     FLOAT8_MAX,
     FP8,
     WEIGHT_SCALE,
@@ -112,7 +111,7 @@ class Float4Groups(Rounding):
     """
 
     group_size = 16
-    # Where a magnitude is rounded up to the next of FLOAT4_VALUES; a tie goes to the even one.
+    # Where a magnitude is rounded up to the next of e2m1; a tie goes to the even one.
     BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
 
     def round(
@@ -129,8 +128,7 @@ class Float4Groups(Rounding):
         return codes.astype(np.uint8) | (scaled < 0).astype(np.uint8) << 3, scales
 
     def restore(self, codes: Array, scales: Array, whole_scale: np.float32) -> Array:
-        values = np.array(FLOAT4_VALUES, np.float32)
-        grouped = np.concatenate([values, -values])[codes].reshape(*scales.shape, -1)
+        grouped = float8.FLOAT4_VALUES[codes].reshape(*scales.shape, -1)
         restored: Array = (grouped * (float8.decode(scales) * whole_scale)[:, :, None]).reshape(
             codes.shape
         )

@@ -33,17 +33,13 @@ from specdec.model.quantization import (
 )
 
 from ..hf import HfFolder
-from .float8 import E8M0, decode, to_float32
+from .float8 import E8M0, FLOAT4_VALUES, decode, to_float32
 
 FLOATS = int4.SCALE_DTYPES
 BLOCK_ITEMS = 1 << 17  # weights that are computed at a time, in a core's cache
 # AutoAWQ packs outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest nibble up; this is where
 # each of them lies.
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-# Four-bit floats, e2m1; ModelOpt drops the sign of zero.
-FLOAT4_VALUES = np.array(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
-)
 
 
 def split_nibbles(data: Array) -> Array:
@@ -575,7 +571,8 @@ class Nvfp4Matrix(Matrix):
         scales = (
             decode(self.folder.read_block(f"{self.stem}.weight_scale", start, stop)) * whole_scale
         )
-        grouped = FLOAT4_VALUES[numbers].reshape(*scales.shape, NVFP4_GROUP_SIZE)
+        values = FLOAT4_VALUES[numbers] + np.float32(0)  # ModelOpt drops the sign of zero
+        grouped = values.reshape(*scales.shape, NVFP4_GROUP_SIZE)
         grouped *= scales[:, :, None]
         weights: Array = grouped.reshape(numbers.shape)
         return weights

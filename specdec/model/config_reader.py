@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from specdec.errors import Problems, shorten
 from specdec.files.tensor_file import MAX_NUMBER
 from specdec.model.config import FULL, SLIDING
-from specdec.model.rotary_scaling import get_kind, list_kinds
+from specdec.model.rotary_scaling import get_kind, list_kinds, unify_scaling
 
 # How many experts a layer has: transformers 5 writes the second for Qwen3-MoE, 4.57 the first.
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
@@ -176,7 +176,7 @@ def _read_scaling(
     if not scaling_5 and FIRST_LENGTH in scaling_4.keys() - earlier.keys():
         _refuse_outer_length(reader, scaling_4)
     are_both = scaling_4 and scaling_5 or list_kinds(earlier) and list_kinds(parameters)
-    if scaling_4 != scaling_5 and are_both:
+    if unify_scaling(scaling_4) != unify_scaling(scaling_5) and are_both:
         reader.refuse(
             f"rope_scaling {scaling_4} and rope_parameters {scaling_5} disagree",
             "remove the wrong one",

@@ -79,7 +79,7 @@ class Algorithm:
 
 
 # An int4 byte is of two rows, the lower in its low nibble, both in two's complement. A byte of
-# NVFP4 is of two columns in the same order, each a sign and an index of `FLOAT4_VALUES`.
+# NVFP4 is of two columns in the same order, each four bits e2m1.
 ALGORITHMS = {
     FP8: Algorithm(
         dtype=FLOAT8, scales={WEIGHT_SCALE: "matrix", ACTIVATION_SCALE: "matrix"}
@@ -105,7 +105,6 @@ ALGORITHMS = {
         scales={WEIGHT_SCALE: "group", WEIGHT_SCALE_2: "matrix", ACTIVATION_SCALE: "matrix"},
     ),
 }  # fmt: skip
-FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,15 @@ def get_kind(scaling: Mapping[str, Any]) -> Any:
     return (list_kinds(scaling) or ["default"])[0]
 
 
+def unify_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scaling in the form in which those that are alike are equal."""
+    keys = {key: value for key, value in scaling.items() if value is not None}
+    kinds = list_kinds(scaling)
+    if len(kinds) == 1:
+        keys = {"rope_type": kinds[0]} | {k: v for k, v in keys.items() if k not in TYPE_KEYS}
+    return keys
+
+
 def find_scaling_problems(
     scaling: Mapping[str, Any] | None,
     *,

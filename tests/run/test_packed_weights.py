@@ -538,23 +538,23 @@ def test_a_packed_matrix_that_cannot_be_one(engine: Path) -> None:
 
 
 @pytest.mark.parametrize("has_scales", [False, True])
-@pytest.mark.parametrize("number", [-1, 64, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("number", [-1, 72, 2**31 - 1, -(2**31)])
 def test_a_packed_order_beyond_its_inputs(engine: Path, number: int, has_scales: bool) -> None:
-    """Kernels would fetch an input from anywhere in memory."""
+    """Kernels would fetch an input from anywhere in memory; lists fill lines of 64 bytes."""
     loaded = TorchEngine(engine, device="cpu")
     kernels = loaded.decoder.kernels
     assert kernels is not None
-    order = torch.arange(63, -1, -1, dtype=torch.int32)
-    scales = torch.full((64,), 0.5) if has_scales else None
-    codes = torch.zeros(6, 64, dtype=torch.int8)
-    matrix = IntegerMatrix(4, codes, torch.ones(12, 2), None, scales, order)
+    order = torch.arange(71, -1, -1, dtype=torch.int32)
+    scales = torch.full((72,), 0.5) if has_scales else None
+    codes = torch.zeros(6, 72, dtype=torch.int8)
+    matrix = IntegerMatrix(4, codes, torch.ones(12, 1), None, scales, order)
     packed = matrix.pack(kernels)
     take_packed(packed, matrix, "a file", kernels)
-    start = 64 + (256 if has_scales else 0)
-    assert torch.equal(packed[start : start + 256].view(torch.int32), order)
-    for place in (0, 63):
+    start = 64 + (320 if has_scales else 0)
+    assert torch.equal(packed[start : start + 288].view(torch.int32), order)
+    for place in (0, 71):
         damaged = packed.clone()
-        damaged[start : start + 256].view(torch.int32)[place] = number
+        damaged[start : start + 288].view(torch.int32)[place] = number
         with pytest.raises(SpecDecError, match="which is not a matrix"):
             take_packed(damaged, matrix, "a file", kernels)
     loaded.close()

@@ -316,7 +316,11 @@ def test_a_start_is_compared_by_its_facts(tmp_path: Path, caplog: pytest.LogCapt
         vocab_size=8, max_position_embeddings=32, norm_output=False,
         rope_scaling={"type": "linear", "factor": 2.0},
     )  # fmt: skip
+    new_form = {"rope_type": "linear", "factor": 2.0, "rope_theta": config["rope_theta"]}
+    compare(rope_scaling=None, rope_parameters=new_form)  # as transformers 5 writes it
     assert not caplog.messages
+    with pytest.raises(SpecDecError, match=r"rope_scaling in .*'factor': 4.0"):
+        compare(rope_scaling=None, rope_parameters={**new_form, "factor": 4.0})
     with pytest.raises(SpecDecError) as error:
         compare(num_attention_heads=2, rope_theta=5e5, rope_scaling=None, norm_output=True)
     for key in ("num_attention_heads", "rope_theta", "rope_scaling", "norm_output"):
