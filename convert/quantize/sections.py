@@ -226,18 +226,26 @@ def holds_blocks(folder: HfFolder) -> bool:
     return any(method in IN_BLOCKS for method, _ in read_sections(folder))
 
 
+# How a quantizer of AWQ or GPTQ worked, in transformers 5 both the same; tensors show the rest.
+OF_THE_QUANTIZER = (
+    "damp_percent", "true_sequential", "act_group_aware", "dataset", "tokenizer", "lm_head", "meta",
+    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "model_seqlen",
+)  # fmt: skip
+
+
 def _read_awq(section: Section) -> Scheme:
     section.take("bits", 4, default=4)
     for name in ("version", "format", "checkpoint_format"):  # the others are GPTQModel's
         section.take(name, "gemm", "GEMM", default="gemm")
-    section.take("backend", "autoawq", default="autoawq")
+    section.take("backend", "autoawq", "auto", default="autoawq")
     section.take("method", "awq", default="awq")
     section.take("pack_dtype", "int32", default="int32")
     has_zeros = section.take("zero_point", True, False, default=True)
     size = section.take_group_size(128)
     section.skip(
         "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
-        "exllama_config", "sym", "desc_act", "lm_head", "meta",
+        "exllama_config", "sym", "desc_act", *OF_THE_QUANTIZER,
     )  # fmt: skip
     make = functools.partial(matrices.AwqMatrix, group_size=size, is_symmetric=not has_zeros)
     return Scheme(name="awq", bits=4, description=f"AWQ, group_size {size}", make=make)
@@ -257,12 +265,9 @@ def _read_gptq(section: Section) -> Scheme:
     meta = section.take("meta", default={})
     quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
     section.skip(
-        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse",
-        "model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "lm_head",
-        "block_name_to_quantize", "module_name_preceding_first_block",
-        "modules_in_block_to_quantize", "batch_size", "pad_token_id", "use_exllama",
-        "disable_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
-        "use_cuda_fp16", "model_seqlen", "backend", "quantizer", "hyb_act", "act_group_aware",
+        "damp_auto_increment", "static_groups", "mse", "model_name_or_path",
+        "model_file_base_name", "use_exllama", "disable_exllama", "exllama_config",
+        "use_cuda_fp16", "backend", "quantizer", "hyb_act", *OF_THE_QUANTIZER,
     )  # fmt: skip
     make = functools.partial(
         matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),
@@ -416,7 +421,10 @@ def _read_fp8(section: Section) -> Scheme:
     block = _read_block(section, section.take("weight_block_size"))
     section.take("fmt", "e4m3", default="e4m3")
     section.take("scale_fmt", "ue8m0", "float", default="float")  # how scales were chosen
-    section.skip("modules_to_not_convert", "ignored_layers", "kv_cache_scheme")
+    section.take("expert_dtype", "fp8", default="fp8")
+    section.skip(
+        "modules_to_not_convert", "modules_to_convert", "ignored_layers", "kv_cache_scheme"
+    )
     words = f"FP8, activation_scheme {scheme}" + (f", blocks of {list(block)}" if block else "")
     return _make_float8(words, block, scheme)
 

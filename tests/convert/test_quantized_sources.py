@@ -470,6 +470,27 @@ def test_sections_that_are_not_understood(
     assert message in convert.fail(model_dir=source, dequantize=True).message
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8-block"])
+def test_sections_as_transformers_saves_them(name: str, convert: Converter, tmp_path: Path) -> None:
+    """Which has keys of its own for every default."""
+    from transformers.utils import quantization_config
+
+    section = dict(CASES[name].section)
+    of_method = {"awq": "AwqConfig", "gptq": "GPTQConfig", "fp8": "FineGrainedFP8Config"}
+    saver = getattr(quantization_config, of_method[section["quant_method"]])
+    changes = {"dataset": None} if name == "gptq" else {}
+    try:
+        saved = saver.from_dict({**section, **changes}).to_dict()
+    except ImportError as error:  # transformers 4.57 asks for the method's own packages
+        pytest.skip(str(error))
+    source, _ = make_quantized(tmp_path, CASES[name], layers=1)
+    expected = convert(model_dir=source, dequantize=True, output_dir=tmp_path / "published")
+    change_folder(source, {}, **json.loads(json.dumps(saved)))
+    convert(model_dir=source, dequantize=True)
+    data = [(f / "rank0.safetensors").read_bytes() for f in (expected, convert.output)]
+    assert data[0] == data[1]
+
+
 def test_groups_that_round_inputs_or_differ(convert: Converter, tmp_path: Path) -> None:
     source, _ = make_quantized(tmp_path, CASES["compressed"], layers=1)
     groups = json.loads((source / "config.json").read_text())["quantization_config"][
