@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class GgufModel:
         unknown_names = []
         for name, tensor in stored.items():
             entries = dict(self._name(name, tensor))
+            self._refuse_second(name, entries)
             self.entries |= entries
             if not entries and name not in FACTORS:
                 unknown_names.append(name)
@@ -119,6 +120,16 @@ class GgufModel:
                 "take the Hugging Face folder that it was made from",
             )
         self.tensors = {name: entry.info for name, entry in self.entries.items()}
+
+    def _refuse_second(self, name: str, entries: Mapping[str, GgufTensor]) -> None:
+        """Raise SpecDecError where the file has a tensor in two, such as attn_q and attn_qkv."""
+        for hf_name in entries:
+            if hf_name in self.entries:
+                raise SpecDecError(
+                    f"{self.path} holds {hf_name} twice, in {self.entries[hf_name].stored.name} and"
+                    f" in {name}",
+                    "take another file of the model: which of them is its own cannot be known",
+                )
 
     def _name(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:
         """Yield Hugging Face's names of the tensors within a stored one, with their rows."""

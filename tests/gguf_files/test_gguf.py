@@ -300,6 +300,21 @@ def test_biases_of_one_tensor_for_queries_keys_and_values(tmp_path: Path) -> Non
         assert np.array_equal(whole.read(name), parts.read(name)), name
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_tensors_that_a_file_has_under_two_names(is_first: bool, tmp_path: Path) -> None:
+    """Those of the later one were read; llama.cpp refuses such a file."""
+    path = tmp_path / "twice.gguf"
+
+    def add(tensors: dict[str, Any]) -> dict[str, Any]:
+        parts = [tensors[f"blk.0.attn_{part}.weight"] for part in "qkv"]
+        fused = {"blk.0.attn_qkv.weight": 2 * np.concatenate(parts)}
+        return fused | tensors if is_first else tensors | fused
+
+    edit(GOLDEN / "llama.gguf", path, {}, add)
+    with pytest.raises(SpecDecError, match=r"self_attn\.\w_proj\.weight twice, in blk"):
+        GgufModel(path)
+
+
 def test_mixtures_with_tensors_that_are_one(tmp_path: Path) -> None:
     """As llama.cpp's converter writes them with --fuse-qkv and --fuse-gate-up-exps."""
 
