@@ -16,7 +16,7 @@ from specdec.errors import Problems
 from specdec.files.acceptance import NAME as ACCEPTANCE_NAME
 from specdec.files.manifest import check_sources, write_manifest
 from specdec.files.origin import find_other_base
-from specdec.files.reading import write_json
+from specdec.files.reading import FileStates, note_states, write_json
 from specdec.files.staging import (
     check_free_space,
     check_output_dir,
@@ -48,8 +48,9 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
     check_output_dir(settings.output_dir, force=settings.force, inputs=list_inputs(settings))
     has_notes = tells_backends(settings)
     with contextlib.nullcontext() if has_notes else logs.hush(BACKEND_NOTES, logging.ERROR):
-        plan = make_plan(settings)
-    states = stream.get_states(plan)
+        with note_states() as opened_states:
+            plan = make_plan(settings)
+    states = stream.get_states(plan, opened_states)
     report = describe_plan(plan, settings)
     check_free_space(settings.output_dir, report["total_bytes"], "the checkpoint takes")
     if settings.dry_run:
@@ -67,7 +68,7 @@ def convert_model(settings: ConvertSettings) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    plan: ConversionPlan, settings: ConvertSettings, states: stream.FileStates
+    plan: ConversionPlan, settings: ConvertSettings, states: FileStates
 ) -> list[str]:
     """Write the checkpoint's folder; return the warnings that the hashes of the sources gave."""
     with stage_folder(

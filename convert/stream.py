@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from specdec.errors import SpecDecError
-from specdec.files.reading import read_into
+from specdec.files.reading import FileStates, check_states, describe_state, read_into
 from specdec.files.tensor_file import (
     BLOCK_BYTES,
     DTYPES,
@@ -52,7 +51,6 @@ from .zeros import ZeroFinder, find_hole, may_be_zero, refuse_zeros
 logger = logs.get_logger(__name__)
 
 T = TypeVar("T")
-FileStates = dict[Path, tuple[int, int]]
 METADATA = {"format": "pt"}  # safetensors readers ask for it
 WRITES_AHEAD = 32  # of the hash: what is hashed should still be in the page cache
 SYNC_BYTES = 256 << 20  # written between two calls that send them to the disk
@@ -301,7 +299,7 @@ class _Stream:
             sources = [tasks[path] for path in self.plan.source_files]
             unplaced_task = hashers.submit(self._watch, self._search_unplaced)
             self._await({*tasks.values(), unplaced_task})
-        self._check_sources()
+        check_states(self.states)
         flaws = add_flaws([*(task.result()[1] for task in sources), unplaced_task.result()])
         if self.is_doomed.is_set():
             return WriteResult({}, [], flaws, self.zeros)
@@ -319,15 +317,6 @@ class _Stream:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
                 self.descriptors[path] = descriptor
-
-    def _check_sources(self) -> None:
-        """Raise SpecDecError where a source was changed while it was read."""
-        for path, state in get_states(self.plan).items():
-            if state != self.states[path]:
-                raise SpecDecError(
-                    f"{path} was changed while it was read",
-                    "let nothing write to the file, and run it again",
-                )
 
     def _await(self, tasks: set[Future[Any]]) -> None:
         """Wait for all tasks; raise what failed first in one of them or in a write."""
@@ -587,10 +576,11 @@ def write_at(descriptor: int, data: Any, offset: int) -> None:
         view, offset = view[num_bytes:], offset + num_bytes
 
 
-def get_states(plan: ConversionPlan) -> FileStates:
-    """Return each source's size and time of last change, by which a change of it is noticed."""
-    states = {}
-    for path in plan.source_files:
-        status = path.stat()
-        states[path] = status.st_size, status.st_mtime_ns
+def get_states(plan: ConversionPlan, opened_states: FileStates | None = None) -> FileStates:
+    """Return each source's state, as it was when the plan opened it; refuse one that is another."""
+    states = {
+        path: (opened_states or {}).get(path) or describe_state(path.stat())
+        for path in plan.source_files
+    }
+    check_states(states)
     return states

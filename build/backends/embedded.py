@@ -15,6 +15,7 @@ from specdec.command.settings import to_arguments, to_plain
 from specdec.engine.layout import BuildConfig, make_build_id
 from specdec.files.acceptance import copy_acceptance
 from specdec.files.manifest import write_manifest
+from specdec.files.reading import check_states, note_states
 from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
 from specdec.files.vocabulary import read_recorded
 from specdec.system import logs
@@ -40,10 +41,11 @@ def build_embedded(
     """
     began = time.monotonic()
     folder: Path = settings.checkpoint_dir
-    checkpoint = read_checkpoint_config(folder)
-    limits = resolve_limits(settings, checkpoint)
-    check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
-    work = plan_engine(settings, checkpoint, limits)
+    with note_states() as opened_states:
+        checkpoint = read_checkpoint_config(folder)
+        limits = resolve_limits(settings, checkpoint)
+        check_output_dir(settings.output_dir, force=settings.force, inputs=[folder])
+        work = plan_engine(settings, checkpoint, limits)
     vocabulary = read_recorded(folder)
     tokenizer = settings.tokenizer_dir and check_tokenizer(settings.tokenizer_dir, vocabulary)
     report = {
@@ -61,6 +63,7 @@ def build_embedded(
     build_id = make_build_id(sums, plan.quantization, plan.drafter_weights, drafted)
     with stage_folder(settings.output_dir, force=settings.force, inputs=[folder]) as staged:
         hashes, written, told = work.write(staged, build_id)
+        check_states(opened_states)
         copy_acceptance(folder, staged)
         if tokenizer:
             copy_tokenizer(tokenizer, staged)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
+import contextvars
 import hashlib
 import json
 import math
@@ -11,7 +13,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -26,6 +28,37 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_JSON_BYTES = 100_000_000
 MAX_JSON_DEPTH = 100  # what can be printed and written again from anywhere
 MAX_JSON_DIGITS = 300  # of a whole number, so that a float can hold it
+
+
+# A file's size and time of last change, by which it is noticed that another process changes it.
+FileStates = dict[Path, tuple[int, int]]
+_noted_states = contextvars.ContextVar[FileStates | None]("noted_states", default=None)
+
+
+@contextlib.contextmanager
+def note_states() -> Iterator[FileStates]:
+    """Note the state of every file that the body opens, as it is when it is opened first."""
+    states: FileStates = {}
+    token = _noted_states.set(states)
+    try:
+        yield states
+    finally:
+        _noted_states.reset(token)
+
+
+def describe_state(status: os.stat_result) -> tuple[int, int]:
+    """Return what `FileStates` holds of a file."""
+    return status.st_size, status.st_mtime_ns
+
+
+def check_states(states: FileStates) -> None:
+    """Raise SpecDecError for a file that is no longer in the state in which it was opened."""
+    for path, state in states.items():
+        if not path.exists() or describe_state(path.stat()) != state:
+            raise SpecDecError(
+                f"{path} was changed while it was read",
+                "let nothing write to the file, and run it again",
+            )
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -52,6 +85,8 @@ def open_file(path: Path) -> BinaryIO:
             f"{path} is a pointer of Git LFS in the place of the file",
             "run `git lfs pull` in its folder, or download the file itself",
         )
+    if (states := _noted_states.get()) is not None:
+        states.setdefault(path, describe_state(os.fstat(descriptor)))
     return os.fdopen(descriptor, "rb")
 
 

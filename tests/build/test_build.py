@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.build.backends import embedded
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file, read_json, write_json
 from specdec.files.tensor_file import TensorFile, write_tensor_file
@@ -253,6 +254,27 @@ def test_weights_that_their_manifest_does_not_describe(
         assert not (tmp_path / "no").exists()
     write_json(folder / "manifest.json", {"tool": "another"})
     call("build", *args, tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["config.json", "rank0.safetensors"])
+@pytest.mark.parametrize("moment", ["resolve_limits", "read_recorded", "describe_sources"])
+def test_a_checkpoint_that_is_changed_meanwhile(
+    name: str, moment: str, plain_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaced by another of the same sizes: the engine had tensors of both, or of one and the
+    other's hashes."""
+    folder = copy_checkpoint(plain_checkpoint, tmp_path / "ckpt")
+    real = getattr(embedded, moment)
+
+    def change_first(*args: Any, **options: Any) -> Any:
+        (folder / "new").write_bytes((folder / name).read_bytes())
+        (folder / "new").replace(folder / name)
+        return real(*args, **options)
+
+    args = ["--checkpoint-dir", folder, "--output-dir", tmp_path / "engine", "--optimize", "none"]
+    monkeypatch.setattr(embedded, moment, change_first)
+    expect_refusal(f"{folder / name} was changed while it was read", *args)
+    assert not (tmp_path / "engine").exists()
 
 
 def test_full_disk_is_told_before_the_build(

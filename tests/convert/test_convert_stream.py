@@ -162,8 +162,13 @@ def test_source_that_is_shortened_meanwhile(
     assert f"{folder / 'model.safetensors'} ends at byte 50000" in error.message
 
 
-@pytest.mark.parametrize("moment", [(pipeline, "check_free_space"), (stream, "run_ahead")])
+@pytest.mark.parametrize(
+    "moment",
+    [(pipeline, "parse_checkpoint_config"), (pipeline, "check_free_space"), (stream, "run_ahead")],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_source_that_is_changed_meanwhile(
+    name: str,
     moment: tuple[Any, str],
     source: Source,
     convert: Converter,
@@ -172,16 +177,16 @@ def test_source_that_is_changed_meanwhile(
 ) -> None:
     """From the moment on in which its header was read."""
     folder = shutil.copytree(source(MODEL), tmp_path / "copy")
-    module, name = moment
-    real = getattr(module, name)
+    module, function = moment
+    real = getattr(module, function)
 
     def touch_first(*args: Any) -> Any:
-        os.utime(folder / "model.safetensors", ns=(1, 1))
+        os.utime(folder / name, ns=(1, 1))
         return real(*args)
 
-    monkeypatch.setattr(module, name, touch_first)
+    monkeypatch.setattr(module, function, touch_first)
     error = convert.fail(model_dir=folder)
-    assert error.message == f"{folder / 'model.safetensors'} was changed while it was read"
+    assert error.message == f"{folder / name} was changed while it was read"
 
 
 def test_full_disk(source: Source, tmp_path: Path) -> None:
