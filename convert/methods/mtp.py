@@ -18,6 +18,8 @@ from ..families import find_family
 from ..families.base import ROTARY_BUFFERS
 from ..hf import HfFolder
 from ..plan import SourceRows
+from ..quantize import packed
+from ..quantize.sections import read_scheme
 from ..wrappers import unwrap
 from .base import NetConverter, name_tensors
 
@@ -67,7 +69,7 @@ def leave_head(folder: HfFolder, *, is_converted: bool) -> HfFolder:
 
 def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     """Return a folder of the head's tensors alone, by Qwen's names."""
-    folder = unwrap(folder)
+    folder = _dequantize_head(unwrap(folder))
     folder = find_family(folder).prepare(folder, model.dtype)
     form_and_prefix = find_form(folder)
     if form_and_prefix is None:
@@ -98,6 +100,15 @@ def prepare_head(folder: HfFolder, model: ModelConfig) -> HfFolder:
     folder.rename(names, left_out=())
     folder.config = folder.config | {IS_REVERSED: form.is_reversed}
     return folder
+
+
+def _dequantize_head(folder: HfFolder) -> HfFolder:
+    """Return a folder whose head has plain weights, where those of the model are quantized."""
+    scheme = read_scheme(folder)
+    head = folder.select(list_head(folder))
+    if scheme is None or not scheme.find_modules(head):
+        return folder
+    return packed.dequantize(head, scheme)
 
 
 class MtpConverter(NetConverter):

@@ -23,7 +23,10 @@ from specdec.errors import SpecDecError, UsageError
 from specdec.methods.mtp import FORMS, MtpOptions
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_mtp_head
+from tests.convert.checkpoints import set_config
+from tests.convert.quantized import CASES
 from tests.engines import (
+    call,
     continue_greedily,
     list_requests,
     make_knowing_drafter,
@@ -233,6 +236,32 @@ def test_convert_keeps_the_head_that_a_model_is_published_with(tmp_path: Path) -
     assert "give --speculative-decoding-mode mtp to have it" in done.stderr
     plain = load_file(tmp_path / "plain/rank0.safetensors")
     assert plain.keys() == {name for name in both[0] if not name.startswith("mtp.")}
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-whole-rows"])
+def test_a_quantized_head_of_a_quantized_model(name: str, tmp_path: Path) -> None:
+    """As Qwen's FP8 folders have it: the weights of both are those that the numbers stand for."""
+    case = CASES[name]
+    target = make_hybrid(tmp_path, dtype=case.dtype)
+    tensors = load_file(target / "model.safetensors")
+    tensors |= load_file(make_mtp_head(tmp_path, target) / "model.safetensors")
+    stored, generator = {}, torch.Generator().manual_seed(0)
+    for key, weight in list(tensors.items()):
+        stem = key.removesuffix("_proj.weight")
+        if stem == key:
+            stored[key] = weight
+            continue
+        packed, restored = case.pack(weight, generator)
+        stored |= {f"{stem}_proj.{kind}": tensor for kind, tensor in packed.items()}
+        tensors[key] = restored.to(weight.dtype)
+    own = ("--model-dir", target, "--speculative-decoding-mode", "mtp", "--output-dir")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    call("convert", *own, tmp_path / "plain")
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    set_config(target, quantization_config=dict(case.section))
+    call("convert", *own, tmp_path / "quantized", "--dequantize")
+    files = [tmp_path / name / "rank0.safetensors" for name in ("plain", "quantized")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_target_without_a_head_of_its_own(tmp_path: Path) -> None:
