@@ -234,6 +234,28 @@ OF_THE_QUANTIZER = (
 )  # fmt: skip
 
 
+# AutoRound's, where it writes GPTQ's layout.
+OF_AUTOROUND = (
+    "autoround_version", "iters", "nsamples", "seqlen", "lr", "minmax_lr", "train_bs",
+    "gradient_accumulate_steps", "low_gpu_mem_usage", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "scale_dtype", "provider",
+)  # fmt: skip
+
+
+def _check_rules(section: Section) -> None:
+    """Refuse GPTQModel's rules for modules, but those that leave them unquantized.
+
+    Which these are their tensors tell.
+    """
+    rules = section.take("dynamic", default={})
+    names = [*rules] if isinstance(rules, dict) else [rules]
+    if any(not str(name).startswith("-:") for name in names):
+        raise section.refuse(
+            f"dynamic {shorten(rules)} gives some modules other numbers",
+            f"rules that leave modules out, -:NAME, are read; {_REMEDY}",
+        )
+
+
 def _read_awq(section: Section) -> Scheme:
     section.take("bits", 4, default=4)
     for name in ("version", "format", "checkpoint_format"):  # the others are GPTQModel's
@@ -241,6 +263,7 @@ def _read_awq(section: Section) -> Scheme:
     section.take("backend", "autoawq", "auto", default="autoawq")
     section.take("method", "awq", default="awq")
     section.take("pack_dtype", "int32", default="int32")
+    _check_rules(section)
     has_zeros = section.take("zero_point", True, False, default=True)
     size = section.take_group_size(128)
     section.skip(
@@ -257,6 +280,8 @@ def _read_gptq(section: Section) -> Scheme:
     section.take("format", "gptq", "gptq_v2", kind, default=kind)
     section.take("method", "gptq", default="gptq")
     section.take("pack_dtype", "int32", default="int32")
+    section.take("data_type", "int", default="int")
+    _check_rules(section)
     is_symmetric = section.take("sym", True, False, None)
     is_ordered = section.take("desc_act", True, False, default=False)
     # Static groups are of columns as they lie, in whatever order these were quantized.
@@ -267,7 +292,7 @@ def _read_gptq(section: Section) -> Scheme:
     section.skip(
         "damp_auto_increment", "static_groups", "mse", "model_name_or_path",
         "model_file_base_name", "use_exllama", "disable_exllama", "exllama_config",
-        "use_cuda_fp16", "backend", "quantizer", "hyb_act", *OF_THE_QUANTIZER,
+        "use_cuda_fp16", "backend", "quantizer", "hyb_act", *OF_THE_QUANTIZER, *OF_AUTOROUND,
     )  # fmt: skip
     make = functools.partial(
         matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),

@@ -293,6 +293,22 @@ def test_inputs_that_are_not_scaled_have_ones_beside_others(
     assert torch.equal(ones, torch.ones(64, dtype=torch.bfloat16))
 
 
+def test_rules_that_leave_modules_out(convert: Converter, tmp_path: Path) -> None:
+    """As in Qwen3.5-27B-GPTQ-Int4: the attention is not quantized. Beside them AutoRound's keys."""
+    source, plain = make_quantized(tmp_path, CASES["gptq"], layers=1)
+    attention = "model.layers.0.self_attn."
+    stored = load_file(source / "model.safetensors")
+    weights = {n: t.half() for n, t in plain.items() if n.startswith(attention)}
+    packed = dict.fromkeys(n for n in stored if n.startswith(attention))
+    rules = {"-:lm_head": {}, "-:model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}}
+    autoround = {"autoround_version": "0.8.0", "iters": 200, "low_gpu_mem_usage": True}
+    change_folder(source, packed | weights, dynamic=rules, data_type="int", **autoround)
+    convert(model_dir=source)
+    checkpoint = read_checkpoint_config(convert.output)
+    assert checkpoint.quantization.excludes("transformer.layers.0.attention.qkv")
+    assert checkpoint.quantization.excludes("transformer.layers.0.mlp.fc") is False
+
+
 def test_linears_that_are_left_alone_are_listed(convert: Converter, tmp_path: Path) -> None:
     source, plain = make_quantized(tmp_path, CASES["awq"])
     name = "model.layers.1.mlp.down_proj"
@@ -435,7 +451,7 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
     [
         ("awq", {"version": "gemv"}, "version is 'gemv'"),
         ("awq-gptqmodel", {"checkpoint_format": "gemv"}, "checkpoint_format is 'gemv'"),
-        ("awq-gptqmodel", {"dynamic": {"-:lm_head": {}}}, "dynamic {'-:lm_head': {}}: not known"),
+        ("awq-gptqmodel", {"dynamic": {"mlp": {"bits": 8}}}, "dynamic {'mlp': {'bits': 8}} gives"),
         ("awq", {"bits": 3}, "bits is 3"),
         ("awq", {"backend": "llm-awq"}, "backend is 'llm-awq'"),
         ("awq", {"group_size": 0}, "group_size is 0"),
@@ -446,7 +462,9 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
         ("gptq", {"bits": 2}, "bits is 2"),
         ("gptq", {"bits": True}, "bits is True"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format True: not known"),
-        ("gptq", {"dynamic": {"-:lm_head": {}}}, "dynamic"),
+        ("gptq", {"dynamic": {"-:lm_head": {}, "+:.*mlp.*": {"bits": 8}}}, "some modules other"),
+        ("gptq", {"dynamic": ["-:lm_head"]}, "dynamic ['-:lm_head'] gives some modules other"),
+        ("gptq", {"data_type": "nv_fp"}, "data_type is 'nv_fp'"),
         ("gptq", {"rotation": "hadamard"}, "rotation 'hadamard': not known"),
         ("compressed", {"format": "int-quantized"}, "weights int of 4 bits by group"),
         ("compressed", describe_int(4, strategy="tensor", group_size=None), "of 4 bits by tensor"),
