@@ -25,6 +25,8 @@ from .names import GRANITE_DENSE, GRANITE_SHARED, MISTRAL, MIXTRAL, READ, GgufAr
 
 CONVOLVING = ("lfm2", "lfm2moe")  # architectures of which some layers have a short convolution
 STATEFUL = (*CONVOLVING, "granitehybrid")  # whose layers without keys have no heads of them
+# Whose config.json means a part of each head where it does not say how much is rotated.
+PARTIAL = ("stablelm", "qwen35", "qwen35moe", "qwen3next")
 ASSISTANT = "gemma4-assistant"
 # The converter writes them for a Granite 4 whose layers all attend, too, and then none reads them.
 MAMBA_KEYS = tuple(
@@ -107,7 +109,7 @@ def read_config(data: Metadata, architecture: GgufArchitecture) -> dict[str, Any
         config[name] = data.need("attention.layer_norm_rms_epsilon")
     head_dim = config.get("global_head_dim", config["head_dim"])
     rotated = data.count("rope.dimension_count", head_dim)
-    if rotated != head_dim or data.name == "stablelm":
+    if rotated != head_dim or data.name in PARTIAL:
         config["partial_rotary_factor"] = rotated / head_dim
     if scaling := read_scaling(data, config, rotated):
         config["rope_scaling"] = scaling
@@ -210,7 +212,7 @@ def _fit_factors(data: Metadata, base: float, rotated: int) -> list[dict[str, An
     if data.name == "gemma4":
         return []
     factors = data.read_factors("rope_freqs.weight")
-    if len(factors) != rotated // 2:
+    if 2 * len(factors) != rotated:
         data.refuse(f"rope_freqs has {len(factors)} factors for {rotated} rotated dimensions")
     if np.all(factors == 1):
         return []
@@ -374,6 +376,8 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     heads, key_heads = data.count("ssm.time_step_rank"), data.count("ssm.group_count")
     if heads % key_heads:
         data.refuse(f"ssm.time_step_rank {heads} is no multiple of ssm.group_count {key_heads}")
+    if (width := data.count("ssm.inner_size")) % heads:
+        data.refuse(f"ssm.inner_size {width} is no multiple of ssm.time_step_rank {heads}")
     drafting = data.get("nextn_predict_layers", 0) and data.count("nextn_predict_layers")
     num_layers = config["num_hidden_layers"] - drafting
     interval = data.count("full_attention_interval", 4)
@@ -386,7 +390,7 @@ def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "linear_conv_kernel_dim": data.count("ssm.conv_kernel"),
         "linear_key_head_dim": data.count("ssm.state_size"),
-        "linear_value_head_dim": data.count("ssm.inner_size") // heads,
+        "linear_value_head_dim": width // heads,
         "linear_num_key_heads": key_heads, "linear_num_value_heads": heads,
     }  # fmt: skip
     return fields if data.name == "qwen35" else fields | _read_experts(data, config)

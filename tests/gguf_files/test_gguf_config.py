@@ -219,14 +219,17 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         "logits_scaling": 1.0,
         "num_local_experts": 0, "shared_intermediate_size": 224, "mamba_conv_bias": False,
         "position_embedding_type": "rope", "attention_bias": True}),
-    ("qwen35", HYBRID, (), HYBRID_FIELDS | {"model_type": "qwen3_5_text"}),
+    ("qwen35", HYBRID, (), HYBRID_FIELDS | {  # transformers rotates a quarter, llama.cpp all
+        "model_type": "qwen3_5_text", "partial_rotary_factor": 1.0}),
+    ("qwen35", HYBRID | {"rope_dimension_count": 20}, (), {"partial_rotary_factor": 1.0}),
     ("qwen35", HYBRID | {"block_count": 5, "nextn_predict_layers": 1, "rope_dimension_count": 5},
      (), HYBRID_FIELDS | {"mtp_num_hidden_layers": 1, "partial_rotary_factor": 0.25}),
     ("qwen35moe", HYBRID | EXPERTS | {"expert_shared_feed_forward_length": 72}, (),
      HYBRID_FIELDS | {
         "model_type": "qwen3_5_moe_text", "num_experts": 8, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 72}),
-    ("qwen3next", HYBRID | EXPERTS, (), {"model_type": "qwen3_5_moe_text"}),
+    ("qwen3next", HYBRID | EXPERTS, (), {
+        "model_type": "qwen3_5_moe_text", "partial_rotary_factor": 1.0}),
 ]  # fmt: skip
 
 # Fields that transformers reads, or keeps, though its classes have no default for them.
@@ -474,6 +477,10 @@ def test_value_heads_are_dealt() -> None:
         ("llama", {"rope_scaling_type": gguf.RopeScalingType.LONGROPE}, (),
          "rope.scaling.type is 'longrope'"),
         ("llama", {}, ("rope_freqs.weight",), "rope_freqs has 3 factors for 20 rotated dimensions"),
+        ("llama", {"rope_dimension_count": 7}, ("rope_freqs.weight",),
+         "rope_freqs has 3 factors for 7 rotated dimensions"),
+        ("qwen35", HYBRID | {"ssm_inner_size": 97}, (),
+         "ssm.inner_size 97 is no multiple of ssm.time_step_rank 6"),
         ("phi3", {"rope_scaling_orig_ctx_len": 9}, ("rope_factors_long.weight",),
          "the tensor rope_factors_short.weight is missing"),
         ("gemma3", {}, (), "a Gemma 3 without a window is not read"),
