@@ -111,12 +111,12 @@ class TokenizerMaker:
                 f"the pre-tokenizer {shorten(self.pre)}; these are: {join_names(list(SPLITS))}"
             )
         self._check_keys()
-        if len(self.kinds) != len(self.tokens) or not self.tokens:
-            self.refuse(f"{len(self.tokens)} tokens with {len(self.kinds)} kinds")
         if len(self.vocab) != len(self.tokens):
             twin = next(t for n, t in enumerate(self.tokens) if self.tokens.index(t) != n)
             self.refuse(f"the token {shorten(twin)} under two numbers")
-
+        num_kinds = len(self.metadata.get(PREFIX + "token_type") or self.tokens)
+        if num_kinds != len(self.tokens) or not self.tokens:
+            self.refuse(f"{len(self.tokens)} tokens with {num_kinds} kinds")
         self._check_values()
 
     def _check_keys(self) -> None:
@@ -242,7 +242,9 @@ class TokenizerMaker:
         return tokenizer
 
     def _read_merges(self) -> list[tuple[str, str]]:
-        return [self._split_merge(merge) for merge in self.metadata.get(PREFIX + "merges") or []]
+        if (merges := self.metadata.get(PREFIX + "merges")) is None:
+            self.refuse(f"{len(self.tokens)} tokens without the merges that texts are read by")
+        return [self._split_merge(merge) for merge in merges]
 
     def _split_merge(self, merge: str) -> tuple[str, str]:
         """Return the two tokens that a merge makes a third of."""

@@ -643,6 +643,9 @@ def test_training_and_calibration_take_a_file(tmp_path: Path) -> None:
     [
         ("gpt2", {"merges": ["H e", "no such"]}, "the merge 'no such', and 'no' is no token"),
         ("gpt2", {"merges": ["H e", "ll ll"]}, "the merge 'll ll', and 'llll' is no token"),
+        ("gpt2", {"merges": None}, "287 tokens without the merges that texts are read by"),
+        ("gemma4", {"merges": None}, "287 tokens without the merges that texts are read by"),
+        ("gpt2", {"token_type": [1] * 999}, "287 tokens with 999 kinds"),
         ("gpt2", {"merges": ["Hello"]}, "the merge 'Hello', and '' is no token"),
         ("gpt2", {"merges": ["l l o"]}, "the merge 'l l o', and 'l o' is no token"),
         ("gpt2", {"add_bos_token": 7}, "add_bos_token 7, which is neither true nor false"),
@@ -663,7 +666,10 @@ def test_malformed_tokenizers_are_refused(
     if "scores" in changed and len(changed["scores"]) > 1:
         changed = {"scores": [float("nan")] * len(metadata["tokens"])}
     message = message.replace("287", str(len(metadata["tokens"])))
-    named = {f"tokenizer__ggml__{key}": value for key, value in (metadata | changed).items()}
+    named = {
+        f"tokenizer__ggml__{key}": value
+        for key, value in (metadata | changed).items() if value is not None
+    }  # fmt: skip
     write_gguf(tmp_path / "m.gguf", **named)
     with pytest.raises(SpecDecError, match="what is not read") as caught:
         load_tokenizer(tmp_path / "m.gguf")
