@@ -87,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def choose_half(items: Sequence[pytest.Item], half: str) -> list[pytest.Item]:
     """Return the tests of a half: those that --brief runs, or the rest.
 
-    Of a table that is marked as thorough, --brief runs the first case, and a quarter of the others,
+    Of a table that is marked as thorough, --brief runs the first case, and about a quarter of the others,
     chosen by the golden ratio, which keeps step with no parameter inside of the table.
     """
     numbers, chosen = Counter[object](), list[pytest.Item]()
@@ -96,7 +96,7 @@ def choose_half(items: Sequence[pytest.Item], half: str) -> list[pytest.Item]:
         if item.get_closest_marker("thorough") is not None:
             table = item.path, getattr(item, "originalname", item.name)
             is_case = hasattr(item, "callspec")
-            is_brief = is_case and numbers[table] * 0.618034 % 1 < 0.25
+            is_brief = is_case and numbers[table] * 0.618034 % 1 < 0.23
             numbers[table] += 1
         if is_brief == (half == "brief"):
             chosen.append(item)

@@ -189,6 +189,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], set[str]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_of_our_server_are_found(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

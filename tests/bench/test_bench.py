@@ -85,6 +85,7 @@ def test_rounds_go_there_and_back() -> None:
     assert [len(group.timed) for group in rounds.values()] == [3, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [{"prompt_lookup_num_tokens": 3}, {"draft_len": "4"}])
 def test_no_round_profits_from_the_one_before(
     flags: dict[str, Any], pair: tuple[Path, Path], folder: Path

@@ -250,6 +250,7 @@ def make_hollow(source: Path, folder: Path, *, num_layers: int) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells the peak on Linux alone")
 @pytest.mark.parametrize("dtype", ["float16", "auto"])
 def test_memory_does_not_grow_with_the_model(dtype: str, source: Source, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_targets(family: str, source: Source, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is written"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", DRAFTERS)
 def test_drafters(flag: str, source: Source, tmp_path: Path) -> None:
     folder = shutil.copytree(source(DRAFTERS[flag]), tmp_path / "drafter")

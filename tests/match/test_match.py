@@ -93,6 +93,7 @@ def list_reasons(entry: dict[str, Any]) -> list[tuple[str, str]]:
     return [(reason["fact"], reason["remedy"]) for reason in entry["reasons"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["target", "other"])
 def test_the_rule_is_the_converters(name: str, models: Path) -> None:
     """For drafters of each method and format: one verdict, with the same facts and remedies."""

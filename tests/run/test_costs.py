@@ -78,6 +78,7 @@ class Machine:
         return self.make(engine, groups).measure()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["medusa", "eagle", "suffix"])
 def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by requests and nodes, though a lookup finds nothing in texts of random tokens."""

@@ -111,6 +111,7 @@ def test_pycode_drafters_draft_nearly_as_well(method: str, weights: str, pycode:
     assert size < whole
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(
     ("method", "weights"),

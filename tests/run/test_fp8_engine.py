@@ -84,6 +84,7 @@ def generate(folder: Path, **options: Any) -> list[list[int]]:
     return [result.output_ids for result in engine.generate(requests)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_greedy_text_is_that_of_the_rounded_weights(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

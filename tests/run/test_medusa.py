@@ -143,6 +143,7 @@ make_medusa_engine = functools.partial(make_tree_engine, "medusa")
 make_requests = functools.partial(list_requests, PROMPTS, LIMIT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layers", "optimize"), [(1, "none"), (1, "auto"), (2, "none")])
 def test_random_heads_leave_the_text_unchanged(
     target: Path, tmp_path: Path, layers: int, optimize: str

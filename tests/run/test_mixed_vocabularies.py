@@ -227,6 +227,7 @@ def test_other_ids_of_the_same_tokens_change_nothing(folder: Path, how: str) -> 
     assert sum(stats["num_accepted"] for _, stats in found[0]) > 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "draft"), [("target", "merges"), ("pieces target", "copy")])
 def test_ratio_keeps_the_distribution(folder: Path, target: str, draft: str) -> None:
     """By the restricted probabilities, normalized: of many tokens the draft model has no twin."""

@@ -347,6 +347,7 @@ def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
         load(mtp_num_draft_tokens="auto", draft_budget="fixed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reuse", [False, True])
 def test_rows_come_and_go(tmp_path: Path, reuse: bool) -> None:
     """More requests than rows, shared prefixes, prompts in pieces; some sampled, on a hybrid."""

@@ -90,6 +90,7 @@ def use_tree(engine: TorchEngine, num_tokens: int, top_k: int = 1) -> MtpAssista
     return drafter
 
 
+@pytest.mark.thorough
 def test_chains_are_those_of_transformers(pair: Pair) -> None:
     use_tree(pair.engine, 3)
     requests = make_requests(WINDOWED, LIMIT)
@@ -145,6 +146,7 @@ def test_logits_are_those_of_transformers(pair: Pair) -> None:
     assert pair.reference.draft(text, 1)[0] == [int(tokens[0, found.argmax()])]
 
 
+@pytest.mark.thorough
 def test_drafts_depend_on_the_text_alone(pair: Pair) -> None:
     use_tree(pair.engine, 3)
     check_drafts_depend_on_the_text_alone(pair.engine)

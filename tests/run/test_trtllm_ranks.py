@@ -72,6 +72,7 @@ def test_one_rank_among_several_processes_is_an_error(world: World, under_mpi: N
         world.run(engine, make_prompts(4))
 
 
+@pytest.mark.thorough
 def test_a_draft_engine_wants_a_single_process(world: World, under_mpi: None) -> None:
     target = world.engine("target", world.checkpoint("plain"), *EXTERNAL)
     draft = world.engine("draft", world.draft(), *PAGED)
@@ -174,6 +175,7 @@ def test_without_tensorrt_llm_a_run_ends_in_one_sentence(
     assert report["backend"] == "tensorrt-llm"
 
 
+@pytest.mark.thorough
 def test_lookahead_gets_its_window(world: World) -> None:
     engine = world.engine("lookahead", world.checkpoint("plain"), *LOOKAHEAD)
     expected = world.run(world.torch_engine("plain", world.checkpoint("plain")), make_prompts(4))

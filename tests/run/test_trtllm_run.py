@@ -35,6 +35,7 @@ def list_texts(report: Any) -> list[Any]:
     return [{key: output[key] for key in keys} for output in report["outputs"]]
 
 
+@pytest.mark.thorough
 def test_plain_engine_writes_what_the_torch_engine_writes(world: World, plain: Path) -> None:
     """Seven prompts for three rows, two of them with limits of their own."""
     requests = make_prompts(4, 9, 23, 5, 12) + make_prompts(6, 31, max_output_len=9)
@@ -50,6 +51,7 @@ def test_plain_engine_writes_what_the_torch_engine_writes(world: World, plain: P
     assert sorted(sizes) == [2, 2, 3]
 
 
+@pytest.mark.thorough
 def test_redrafter_engine_counts_steps_and_tells_what_it_cannot(
     world: World, redrafter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +123,7 @@ def test_stop_words_are_cut_off_and_end_the_runtimes_work(world: World, plain: P
     assert world.calls("generate")[0]["options"]["stop_words_list"]
 
 
+@pytest.mark.thorough
 def test_streaming_writes_the_same_text(world: World, plain: Path, redrafter: Path) -> None:
     for engine in (plain, redrafter):
         requests = make_prompts(4, 9, 23, 7)

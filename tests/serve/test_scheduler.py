@@ -301,6 +301,7 @@ def test_a_long_prompt_makes_others_wait_for_one_chunk_a_step(
         assert tokens == alone.token_ids
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "limit"), [("pair", 4), ("engine", 8)])
 def test_drafters_keep_up_with_prompts_that_never_end(folder: Path, name: str, limit: int) -> None:
     """While the target reads a chunk at each step, everybody is soon drafted for."""

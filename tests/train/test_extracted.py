@@ -49,6 +49,7 @@ def shared(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_gives_the_drafter_of_a_run_with_the_target(
     kind: str, run_train: Any, inputs: Any, tmp_path: Path, shared: Path, extractor: Extractor,

@@ -71,6 +71,7 @@ MAKERS: dict[str, Any] = {
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", MAKERS)
 def test_real_engines_of_drafters(method: str, tmp_path: Path) -> None:
     target = make_llama(tmp_path, layers=2, dtype="float16")

@@ -76,6 +76,7 @@ def test_drafters(method: str, flags: Sequence[object], tmp_path: Path) -> None:
     ours.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32), ("fp8",)])
 def test_quantized_weights(
     flags: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

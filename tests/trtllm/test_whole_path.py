@@ -152,6 +152,7 @@ def run_copies(*args: object, stdin: str, env: Mapping[str, str]) -> CompletedPr
 COMMANDS = [("0.14", "plain", 1), ("1.2", "redrafter", 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world", "method", "tp_size"), COMMANDS, indirect=["world"])
 def test_commands_as_processes(world: World, method: str, tp_size: int) -> None:
     """Prompts come from stdin; of several ranks, the first one alone reads and prints.
