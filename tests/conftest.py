@@ -70,49 +70,46 @@ UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the two halves of the tests: `make test` and `make test-rest`."""
+    """Add the choice of the two parts of the tests: `make test` and `make test-rest`."""
     parser.addoption(
-        "--brief", action="store_const", dest="half", const="brief",
+        "--brief", action="store_const", dest="part", const="brief",
         help="leave out tests marked as thorough; of tables marked so, run a quarter of the cases",
     )  # fmt: skip
     parser.addoption(
-        "--rest",
-        action="store_const",
-        dest="half",
-        const="rest",
+        "--rest", action="store_const", dest="part", const="rest",
         help="run the tests alone that --brief leaves out",
-    )
+    )  # fmt: skip
 
 
-def choose_half(items: Sequence[pytest.Item], half: str) -> list[pytest.Item]:
-    """Return the tests of a half: those that --brief runs, or the rest.
+def choose_part(items: Sequence[pytest.Item], part: str) -> list[pytest.Item]:
+    """Return the tests of a part: those that --brief runs, or the rest.
 
-    Of a table that is marked as thorough, --brief runs the first case, and about a quarter of the others,
-    chosen by the golden ratio, which keeps step with no parameter inside of the table.
+    Of a table that is marked as thorough, --brief runs the first case and about a quarter of the
+    others, chosen by the golden ratio, which keeps step with no parameter inside of the table.
     """
     numbers, chosen = Counter[object](), list[pytest.Item]()
     for item in items:
         is_brief = True
         if item.get_closest_marker("thorough") is not None:
-            table = item.path, getattr(item, "originalname", item.name)
+            table = item.path, getattr(item, "originalname", None)
             is_case = hasattr(item, "callspec")
             is_brief = is_case and numbers[table] * 0.618034 % 1 < 0.23
             numbers[table] += 1
-        if is_brief == (half == "brief"):
+        if is_brief == (part == "brief"):
             chosen.append(item)
     return chosen
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the half of the tests that is asked for, and put them in order.
+    """Choose the part of the tests that is asked for, and put them in order.
 
     Long files come first, then those of many tests: little is left for the last worker alone.
     """
-    if (half := config.getoption("half", None)) is not None:
-        left_out = choose_half(items, "rest" if half == "brief" else "brief")
+    if (part := config.getoption("part", None)) is not None:
+        left_out = choose_part(items, "rest" if part == "brief" else "brief")
         config.hook.pytest_deselected(items=left_out)
-        items[:] = choose_half(items, half)
+        items[:] = choose_part(items, part)
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in places), places
     num_tests = Counter(item.path for item in items)

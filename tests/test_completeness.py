@@ -1,10 +1,14 @@
-"""Nothing is forgotten: every method has its files and recipe; stages meet only on disk."""
+"""Nothing is forgotten: every method has its files and recipe; stages meet only on disk.
+
+Nor is a test: `make test` and `make test-rest` run all of them together, each one once.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from specdec.convert.quantize.sections import SOURCE_FORMATS
 from specdec.methods import METHODS, Method
 from specdec.options import get_flags
 from specdec.recipe.keys import read_jobs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, choose_part
 from tests.mutants import BREAKS
 
 # A recipe's sections that are no stage of their own, with the package that reads them.
@@ -176,3 +180,18 @@ def test_how_it_works_names_what_is_there() -> None:
     for name, path in found:
         code = (ROOT / path).read_text(encoding="utf-8")
         assert re.search(rf"^ *(?:def|class) {name}\b", code, re.MULTILINE), f"{path}: {name}"
+
+
+@pytest.mark.parametrize(("marker", "num_brief"), [(None, 41), ("thorough", 10)])
+def test_the_two_parts_of_the_tests_are_all_of_them(marker: str | None, num_brief: int) -> None:
+    def make_test(name: str, **case: Any) -> Any:
+        return SimpleNamespace(
+            path=Path("test_a.py"), originalname=name, get_closest_marker=lambda _: marker, **case
+        )
+
+    single, table = make_test("test_one"), [make_test("test_all", callspec=i) for i in range(40)]
+    brief, rest = (choose_part([single, *table], part) for part in ("brief", "rest"))
+    assert sorted(map(id, brief + rest)) == sorted(map(id, [single, *table]))
+    assert len(brief) == num_brief
+    assert (single in rest) == (marker is not None)
+    assert table[0] in brief
