@@ -185,11 +185,17 @@ def write_folder(staged: Path, order: Order, contents: Contents, command: str) -
 
 
 def list_sources(settings: ExportSettings, source: Source) -> list[dict[str, Any]]:
-    """Return the checkpoint's files, or the sources of a temporary one."""
-    if settings.checkpoint_dir is not None:
-        return [describe_file(source.folder / "config.json"), describe_file(source.file.path)]
-    sources: list[dict[str, Any]] = read_json(source.folder / "manifest.json")["sources"]
-    return sources
+    """Return what a checkpoint was made from, if it tells, and its files, unless it is temporary.
+
+    The target's files come first, by which a conversion sees whether the drafter belongs to it.
+    """
+    manifest = source.folder / "manifest.json"
+    sources: list[dict[str, Any]] = read_json(manifest)["sources"] if manifest.is_file() else []
+    if settings.checkpoint_dir is None:
+        return sources
+    return [
+        *sources, describe_file(source.folder / "config.json"), describe_file(source.file.path)
+    ]  # fmt: skip
 
 
 def describe_folder(order: Order, contents: Contents, command: str) -> str:

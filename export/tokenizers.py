@@ -52,7 +52,7 @@ def read_tokenizer(model_dir: str | None, size: int) -> Vocabulary:
     folder = Path(model_dir or "")
     if model_dir is None or not (folder / "tokenizer.json").is_file():
         raise SpecDecError(
-            "a GGUF file holds the tokenizer, and --model-dir has no tokenizer.json",
+            f"a GGUF file holds the tokenizer, and --model-dir ({model_dir}) has no tokenizer.json",
             "give the target's own folder as --model-dir; of a tokenizer.model, transformers writes"
             " one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         )

@@ -45,8 +45,13 @@ logger = get_logger(__name__)
 
 
 def open_start(folder: Path, weights_name: str) -> TensorFile:
-    """Open the weights of a written drafter; SpecDecError where they are not there."""
+    """Open the weights of a written drafter; SpecDecError where they are not there.
+
+    Others may give its only safetensors file another name.
+    """
     path = folder / weights_name
+    if not path.is_file() and len(paths := [*folder.glob("*.safetensors")]) == 1:
+        path = paths[0]
     if not path.is_file():
         files = join_names(sorted(entry.name for entry in folder.iterdir())) or "no file"
         raise SpecDecError(

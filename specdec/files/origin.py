@@ -21,6 +21,7 @@ _CARD_FILE = re.compile(r"^\* `([^`]+)` (\d+) bytes, sha256 `([0-9a-f]{64})`$", 
 _CARD_BASE = re.compile(r"\A---\n(?:.*\n)*?base_model:\s*(?:\n- *)?[\"']?([^\s\"']+)")
 # Keys under which configs name a drafter's target.
 _KEY = re.compile(r"(base|target|verifier|teacher)(_model)?(_(name|path|id|name_or_path))*")
+_SHARD = re.compile(r"rank\d+\.safetensors")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(b|m)")
 # Words of a name that tell its form, not which model it is; and those of drafters' own names.
 FORMS = frozenset(
@@ -217,6 +218,11 @@ def _list_own_names(target: Path) -> list[str]:
     return [name] if isinstance(name, str) and name else []
 
 
+def _is_of_model(path: Path) -> bool:
+    """Return whether a file has weights of a model: a checkpoint's has the drafter's, too."""
+    return path.name.endswith(WEIGHT_SUFFIXES) and not _SHARD.fullmatch(path.name)
+
+
 def _read_sources(folder: Path) -> tuple[list[tuple[int, str]], list[str]]:
     """Return the weight files that a manifest's folder was made from, and their model's name."""
     if not (folder / "manifest.json").is_file():
@@ -228,7 +234,7 @@ def _read_sources(folder: Path) -> tuple[list[tuple[int, str]], list[str]]:
         entries = [
             (int(entry["bytes"]), str(entry["sha256"]))
             for entry, parent in zip(sources, parents, strict=True)
-            if entry["path"].endswith(WEIGHT_SUFFIXES) and parent == parents[0]
+            if parent == parents[0] and _is_of_model(Path(entry["path"]))
         ]
         name = document["settings"].get("model_dir")
     except (SpecDecError, KeyError, TypeError, ValueError, AttributeError):

@@ -65,6 +65,7 @@ def name_line(path: Path, number: int, keys: str = KEYS) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         fault = f"is not UTF-8 ({error.reason})"
+        hint = "save the file as UTF-8, as by `iconv -f CODING -t UTF-8`; CODING may be latin1"
     except RecursionError:
         fault = "is nested too deeply"
     except ValueError as error:

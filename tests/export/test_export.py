@@ -218,6 +218,25 @@ def test_what_is_exported_is_converted_to_the_same_bytes(
         assert (tmp_path / other / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_an_exported_drafter_knows_its_target(
+    target: Path, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Also of a checkpoint alone; one without a record claims nothing."""
+    _, made = checkpoints["eagle3"]
+    checkpoint = shutil.copytree(made, tmp_path / "checkpoint")
+    other = make_llama(tmp_path, layers=8, vocab=VOCAB, intermediate=96, seed=9, name="other")
+    for folder, warns in (("recorded", True), ("bare", False)):
+        export(tmp_path / folder, checkpoint_dir=checkpoint, to="vllm")
+        for model, is_other in ((target, False), (other, True)):
+            done = run_cli_here(
+                "convert", "--model-dir", model, "--eagle-model-dir", tmp_path / folder,
+                "--output-dir", tmp_path / "again", "--force",
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert ("trained for another target" in done.stderr) == (warns and is_other)
+        (checkpoint / "manifest.json").unlink(missing_ok=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "config"),

@@ -268,6 +268,9 @@ def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    assert list(start_config.open_start(tmp_path, "model.safetensors").tensors) == ["a"]
+    (tmp_path / "other.safetensors").unlink()
     with pytest.raises(SpecDecError) as caught:
         start_config.open_start(tmp_path, "model.safetensors")
     assert caught.value.message.endswith("has no model.safetensors; it has pytorch_model.bin")

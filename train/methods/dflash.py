@@ -352,11 +352,18 @@ def describe_dflash(drafter: DFlash, target: FrozenTarget) -> Mapping[str, Any]:
     }
 
 
+def list_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
+    """Return the target's embedding and output layer, which DeepSpec's drafters repeat."""
+    assert target.head is not None
+    return {"embed_tokens.weight": target.table, "lm_head.weight": target.head.weight}
+
+
 METHOD = TrainingMethod(
     build=build_dflash,
     describe=describe_dflash,
     convert_folder="--dflash-model-dir",
     choose_layers=choose_layers,
     optional_prefixes=("markov_head.",),
+    list_copies=list_copies,
     needs_head=True,
 )
