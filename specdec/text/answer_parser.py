@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from .call_arguments import SchemaReader, may_be_arguments, read_argument
-from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
+from .call_arguments import SchemaReader, may_be_arguments, read_argument, write_arguments
+from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat, make_id
 from .json_scan import JsonScan, read_json_text
 
 T = TypeVar("T")
@@ -358,7 +357,7 @@ class Parser:
         if not isinstance(name, str) or (is_bare and (name not in self._schemas or not values)):
             return False
         self._begin_call(name)
-        self._add_arguments(_write_arguments(values[0] if values else None))
+        self._add_arguments(write_arguments(values[0] if values else None))
         return True
 
     def _read_arguments(
@@ -476,17 +475,24 @@ class Parser:
         """Return whether a line that begins at a position ends the argument before it."""
         if (yield from self._has(position, tags.key_begin)):
             key_start = position + len(tags.key_begin)
-            key_end = yield from self._find(tags.key_end, key_start)
+            limit = key_start + MAX_NAME
+            while (key_end := self._text.find(tags.key_end, key_start, limit)) < 0:
+                if self._is_over or len(self._text) >= limit:
+                    return False
+                yield
             key = self._text[key_start:key_end].strip()
-            return key_end >= 0 and key not in keys and SchemaReader(schema).names_property(key)
-        ends = [end for end in (form.call_end, form.end) if end]
-        for number, end in enumerate(ends):
+            return key not in keys and SchemaReader(schema).names_property(key)
+        return (yield from self._ends_call(form, position))
+
+    def _ends_call(self, form: ToolFormat, position: int) -> Reading[bool]:
+        """Return whether the end of a call and of all calls, or of the text, is at a position."""
+        has_end = False
+        for end in filter(None, (form.call_end, form.end)):
             if (yield from self._has(position, end)):
-                position = yield from self._skip(position + len(end))
-                is_last = position == len(self._text) and not self._is_cut
-                has_next = number + 1 < len(ends) and (yield from self._has(position, ends[-1]))
-                return is_last or has_next
-        return False
+                if has_end:
+                    return True
+                has_end, position = True, (yield from self._skip(position + len(end)))
+        return has_end and position == len(self._text) and not self._is_cut
 
     def _read_name(
         self, form: ToolFormat, position: int, is_bare: bool
@@ -502,13 +508,26 @@ class Parser:
             letters = _NAME_LETTERS.match(self._text, position)
             assert letters is not None
             rest = self._text[letters.end() :]
-            may_be_named = not is_bare or is_a_beginning(letters[0], self._schemas, bool(rest))
-            if not may_be_named or not _may_begin(rest, form) or len(letters[0]) > MAX_NAME:
+            begins = (
+                self._begins_bare(letters[0], rest, form) if is_bare else form.may_begin_end(rest)
+            )
+            if not begins or len(letters[0]) > MAX_NAME:
                 return None
             if self._is_over:
                 self._has_run_out = True
                 return None
             yield
+
+    def _begins_bare(self, letters: str, rest: str, form: ToolFormat) -> bool:
+        """Return whether letters and the text after them may begin a tool's name and its end.
+
+        The end may begin with such letters, as Kimi's colon and number do.
+        """
+        return any(
+            (not rest and name.startswith(letters))
+            or (letters.startswith(name) and form.may_begin_end(letters[len(name) :] + rest))
+            for name in self._schemas
+        )
 
     def _cut_function(self, prefix: str) -> int:
         """End a call whose arguments the text's end cuts off; return that end.
@@ -571,27 +590,6 @@ class Parser:
         self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **delta}]})
 
 
-def make_id(form: ToolFormat | None) -> str:
-    """Make a new id of a call; Mistral's templates take nine letters and digits only."""
-    is_short = form is not None and form.begin == "[TOOL_CALLS]"
-    return secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"
-
-
 def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:
     """Return whether a text is one of several words, or begins one where it is not whole."""
     return any(text == word if is_whole else word.startswith(text) for word in words)
-
-
-def _write_arguments(arguments: Any) -> str:
-    """Return a call's arguments as JSON, which may be a text that is JSON already."""
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-
-
-def _may_begin(text: str, form: ToolFormat) -> bool:
-    """Return whether a text may begin what stands between a name and its arguments."""
-    letters = "".join(text.split())
-    expected = "".join(form.name_text.split()) + ("" if form.tags is not None else "{")
-    has_wildcard = "[" in form.name_pattern
-    return expected.startswith(letters) or (has_wildcard and len(text) <= len(expected) + MAX_NAME)

@@ -36,6 +36,13 @@ def read_argument(text: str, name: str, schema: Any) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
+def write_arguments(arguments: Any) -> str:
+    """Return a call's arguments as JSON, which may be a text that is JSON already."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+
+
 def may_be_arguments(text: str, schema: Mapping[str, Any]) -> bool | None:
     """Return whether a text begins with arguments of a tool by their first key; None: not yet.
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +78,14 @@ class ToolFormat:
         """Regular expression of a call's name and of what stands before its arguments."""
         return re.compile(f"({NAME_LETTERS}{{1,{MAX_NAME}}}?){self.name_pattern}")
 
+    def may_begin_end(self, text: str) -> bool:
+        """Return whether a text may begin what stands between a name and its arguments."""
+        letters = "".join(text.split())
+        expected = "".join(self.name_text.split()) + ("" if self.tags is not None else "{")
+        has_wildcard = "[" in self.name_pattern
+        is_short = len(text) <= len(expected) + MAX_NAME
+        return expected.startswith(letters) or (has_wildcard and is_short)
+
     @property
     def is_wrapped(self) -> bool:
         """True where a call in JSON can stand after the marker."""
@@ -94,6 +103,12 @@ class ToolFormat:
         tag_marks = tags.key_begin, tags.key_end, tags.value_begin, tags.value_end
         marks = self.begin, self.call_begin, self.name_text, *tag_marks, self.call_end, self.end
         return [mark for mark in marks if mark]
+
+
+def make_id(form: ToolFormat | None) -> str:
+    """Make a new id of a call; Mistral's templates take nine letters and digits only."""
+    is_short = form is not None and form.begin == "[TOOL_CALLS]"
+    return secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"
 
 
 # A forced call of a format with tags is written as JSON, which a grammar can keep to any schema;

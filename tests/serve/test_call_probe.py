@@ -293,3 +293,19 @@ def test_a_chats_message_that_goes_on_with_thoughts() -> None:
     )
     message = read_answer(output, [], formats, begun)
     assert (message["reasoning_content"], message["content"]) == (" so", "Yes")
+
+
+def test_calls_in_sections_that_lack_their_opening() -> None:
+    """Also where the text after a name begins with letters of names, in any pieces."""
+    written = next(text for text in FORMS if text.startswith("<|calls|>"))
+    template = "{{ tools | tojson }}{% for m in messages %}{% set cs = m.tool_calls %}{% if cs %}"
+    template += written + "{% endif %}{% endfor %}"
+    formats = choose_formats("auto", "none", Tokenizer(template))
+    text = f"<|call|>functions.{NAMES[0]}:0<|args|>{json.dumps(ARGUMENTS[0])}<|end_call|>"
+    assert read(text, formats) == [(NAMES[0], ARGUMENTS[0])]
+    other = text.replace(NAMES[0], f"{NAMES[0]}s")
+    parser = Parser(formats.tools, None, schemas=dict.fromkeys(NAMES, SCHEMA))
+    for letter in other:
+        parser.feed(letter)
+    parser.finish()
+    assert (parser.content, parser.calls) == (other, [])
