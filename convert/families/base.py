@@ -139,6 +139,8 @@ class Family:
         layout = self._choose_sharing(folder, layout, is_tied=is_tied)
         values = self.read_config(reader, layout)
         _refuse_bidirectional(reader)
+        if "layer_sizes" not in values:
+            _refuse_layer_fields(reader)
         reader.finish()
         for name, value, is_interleaved in list_layouts(folder.config):
             if is_interleaved:
@@ -274,6 +276,15 @@ def _refuse_bidirectional(reader: ConfigReader) -> None:
         reader.refuse(
             f"is_causal is {shorten(is_causal)}: tokens that attend to later ones write no text",
             "give a model of text; if this is one, set is_causal to true",
+        )
+
+
+def _refuse_layer_fields(reader: ConfigReader) -> None:
+    """Note fields that transformers 5 gives single layers of any family."""
+    if fields := reader.get_object("per_layer_config"):
+        reader.refuse(
+            f"per_layer_config is {shorten(fields)}: some layers have fields of their own",
+            "models of this family are supported whose layers are alike, but for layer_types",
         )
 
 

@@ -251,8 +251,9 @@ def _check_rules(section: Section) -> None:
     names = [*rules] if isinstance(rules, dict) else [rules]
     if any(not str(name).startswith("-:") for name in names):
         raise section.refuse(
-            f"dynamic {shorten(rules)} gives some modules other numbers",
-            f"rules that leave modules out, -:NAME, are read; {_REMEDY}",
+            f"dynamic {shorten(rules)} gives some modules other numbers; only rules that leave"
+            " modules out, -:NAME, are read",
+            _REMEDY,
         )
 
 

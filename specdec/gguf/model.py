@@ -128,7 +128,7 @@ class GgufModel:
                 raise SpecDecError(
                     f"{self.path} holds {hf_name} twice, in {self.entries[hf_name].stored.name} and"
                     f" in {name}",
-                    "take another file of the model: which of them is its own cannot be known",
+                    "take the Hugging Face folder that it was made from",
                 )
 
     def _name(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, GgufTensor]]:

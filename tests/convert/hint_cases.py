@@ -95,6 +95,8 @@ MODELS = [
          keys(use_bidirectional_attention=True), None),
     Case("give a model of text; if this is one, set is_causal to true", "llama",
          keys(is_causal=False), keys(is_causal=True)),
+    Case("models of this family are supported whose layers are alike, but for layer_types", "llama",
+         keys(per_layer_config={"1": {"rms_norm_eps": 0.5}}), None),
     Case("Gemma's activation is the tanh form of gelu, gelu_pytorch_tanh", "gemma2",
          keys(hidden_activation="gelu"), keys(hidden_activation="gelu_pytorch_tanh")),
     Case("no Gemma 3 caps its scores, and transformers takes no notice of it: give null",

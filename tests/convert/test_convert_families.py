@@ -636,6 +636,8 @@ def test_configurations_are_read_back(
         ("llama", {"is_causal": False}, "is_causal is False: tokens that attend to later ones"),
         ("gpt2", {"is_causal": 0}, "is_causal is 0"),
         ("gemma3", {"is_causal": None}, "is_causal is None"),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.9}}}, "per_layer_config is {'1':"),
+        ("mixtral", {"per_layer_config": {"0": {"skip": ["mlp"]}}}, "per_layer_config is {'0':"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not known for LlamaForCausalLM"),
         ("llama", {"rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope' is not supported"),
