@@ -324,7 +324,8 @@ def test_kernels_that_are_cleared_before_they_are_loaded(
     kept.touch()
     monkeypatch.setattr(native, "provide_library", provide)
     monkeypatch.setattr(native, "NativeKernels", load)
-    assert native.load_kernels(INFO, torch.float32) == "kept.so"
+    loaded: Any = native.load_kernels(INFO, torch.float32)
+    assert loaded == "kept.so"
     monkeypatch.setattr(native_library, "find_kept", lambda info: cleared)
     assert not native_library._copy_kept(INFO, tmp_path / "copy.so")
 

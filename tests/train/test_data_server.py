@@ -368,7 +368,7 @@ NOW = 1_800_000_000.0
 def test_retry_after(
     value: str | None, low: float, high: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_client.time, "time", lambda: NOW)
+    monkeypatch.setattr("time.time", lambda: NOW)
     assert low <= http_client._read_wait(value) <= high
 
 
