@@ -187,7 +187,6 @@ class _LineProgress:
         if not num_done:
             return text
         minutes = round((total - num_done) / rate / 60)
-        remaining_time = (
-            "less than a minute" if not minutes else f"{minutes // 60}:{minutes % 60:02d} hours"
-        )
-        return f"{text}, about {remaining_time} left"
+        if not minutes:
+            return f"{text}, less than a minute left"
+        return f"{text}, about {minutes // 60}:{minutes % 60:02d} hours left"
