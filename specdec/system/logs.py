@@ -189,4 +189,6 @@ class _LineProgress:
         minutes = round((total - num_done) / rate / 60)
         if not minutes:
             return f"{text}, less than a minute left"
+        if minutes < 60:
+            return f"{text}, about {minutes} min left"
         return f"{text}, about {minutes // 60}:{minutes % 60:02d} hours left"

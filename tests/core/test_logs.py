@@ -60,9 +60,9 @@ def test_progress_is_told_in_lines(of_bytes: bool, monkeypatch: pytest.MonkeyPat
             advance(count * unit)
     lines = stream.getvalue().splitlines()
     if of_bytes:
-        assert lines == ["prompts: 300.0 of 1500.0 GB, 25000 MB/s, about 0:01 hours left"]
+        assert lines == ["prompts: 300.0 of 1500.0 GB, 25000 MB/s, about 1 min left"]
     else:
-        assert lines == ["prompts: 300 of 1500 in 12 s, 25.00/s, about 0:01 hours left"]
+        assert lines == ["prompts: 300 of 1500 in 12 s, 25.00/s, about 1 min left"]
 
 
 def test_a_long_wait_is_told_in_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
