@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import Problems, SpecDecError
+from specdec.errors import Problems, SpecDecError, count, join_names
 from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file
 from specdec.files.tensor_file import TensorFile
@@ -136,7 +136,19 @@ def load_weights(
         name: to_tensor(file.read(stored), file.tensors[stored].dtype)
         for name, stored in names.items()
     }
+    refuse_nonfinite(file.path, weights)
     drafter.load_state_dict(drafter.state_dict() | weights)
+
+
+def refuse_nonfinite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise SpecDecError for weights from which nothing can be learned."""
+    names = sorted(name for name, tensor in weights.items() if not tensor.isfinite().all())
+    if names:
+        raise SpecDecError(
+            f"--start-from: {count(len(names), 'tensor')} in {path} with weights that are no finite"
+            f" numbers: {join_names(names)}",
+            "get the drafter again, or train a fresh one",
+        )
 
 
 def name_tensors(

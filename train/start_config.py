@@ -36,8 +36,8 @@ LAYER_KEYS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
 # Facts of a drafter's layers that are followed: fields of ModelConfig -> keys of config.json.
 LAYER_FACTS = {
     "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_key_value_heads",
-    "head_size": "head_dim", "norm_epsilon": "rms_norm_eps", "rotary_base": "rope_theta",
-    "rotary_scaling": "rope_scaling",
+    "head_size": "head_dim", "intermediate_size": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps", "rotary_base": "rope_theta", "rotary_scaling": "rope_scaling",
 }  # fmt: skip
 ROTARY_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -62,17 +62,22 @@ def open_start(folder: Path, weights_name: str) -> TensorFile:
     return TensorFile(path)
 
 
-def follow_layers(folder: Path | None, model: ModelConfig) -> ModelConfig:
-    """Return layers with the heads, norms and rotary embedding of a written drafter.
+def follow_layers(
+    folder: Path | None, model: ModelConfig, *, has_given_size: bool = False
+) -> ModelConfig:
+    """Return layers with the heads, MLP, norms and rotary embedding of a written drafter.
 
     folder: of the drafter that is trained further, None for a fresh one. model: layers by the
-    target, which has the facts that its config.json lacks.
+    target, which has the facts that its config.json lacks. has_given_size: whether an option gave
+    the MLP's size, which then stays.
     """
     if folder is None or not (folder / "config.json").is_file():
         return model
     config = read_json(folder / "config.json")
     reader = ConfigReader(config, folder / "config.json")
     values = _read_heads(reader, model)
+    if "intermediate_size" in config and not has_given_size:
+        values["intermediate_size"] = reader.get_int("intermediate_size")
     if "rms_norm_eps" in config:
         values["norm_epsilon"] = reader.get_float("rms_norm_eps")
     if any(key in config for key in ROTARY_KEYS):

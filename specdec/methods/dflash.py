@@ -171,7 +171,8 @@ class DFlashTrain:
     )
     dflash_intermediate_size: int | None = number(
         maximum=MAX_SIZE,
-        help="Channels inside the MLP of the DFlash drafter's layers; the target's if not given.",
+        help="Channels inside the MLP of the DFlash drafter's layers; if not given, those of"
+        " --start-from's, or the target's.",
     )
     dflash_block_size: int = setting(
         8, help="Tokens of a DFlash block: the last one emitted and those drafted after it.",

@@ -282,7 +282,8 @@ class EagleTrain:
     )
     eagle_intermediate_size: int | None = number(
         maximum=MAX_SIZE,
-        help="Channels inside the MLP of the EAGLE drafter's layers; the target's if not given.",
+        help="Channels inside the MLP of the EAGLE drafter's layers; if not given, those of"
+        " --start-from's, or the target's.",
     )
     eagle_num_steps: int = setting(
         3, help="Draft steps in a row that are trained; EAGLE-1 has 1.", minimum=1,

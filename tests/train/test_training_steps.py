@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from specdec.errors import SpecDecError, UsageError
 from specdec.files import manifest as manifest_module
 from specdec.files.acceptance import MAX_DEPTH, NAME, NUM_BUCKETS, Acceptance
+from specdec.files.tensor_file import TensorFile
 from specdec.model.config import ModelConfig
 from specdec.system import machine
 from specdec.train import devices, job, output, sanity, setup, start_config
@@ -266,6 +267,14 @@ def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
     assert "body.weight in" in caught.value.message, "published names are the method's"
 
 
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.full((2, 3), torch.nan), "bias": torch.zeros(2)}, path)
+    drafter: Any = LinearDrafter(3, 2)
+    with pytest.raises(SpecDecError, match="1 tensor in .* no finite numbers: weight"):
+        job.load_weights(drafter, TensorFile(path), make_method(), {})
+
+
 def test_weights_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
@@ -360,6 +369,9 @@ def test_layers_are_those_of_the_start(tmp_path: Path, caplog: pytest.LogCapture
     )  # fmt: skip
     assert "keeps its own num_attention_heads 8 (the target has 4)" in caplog.text
     assert "rope_theta 10000.0 (the target has 500000.0)" in caplog.text
+    assert follow(intermediate_size=24).intermediate_size == 24
+    given = follow_layers(tmp_path, model, has_given_size=True)
+    assert given.intermediate_size == 16
     version_5 = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     followed = follow(rope_parameters=version_5)
     assert (followed.rotary_base, followed.rotary_scaling) == (

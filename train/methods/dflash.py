@@ -283,10 +283,11 @@ def build_dflash(settings: TrainSettings, target: FrozenTarget) -> DFlash:
     mask_token_id = choose_mask_token(
         "--dflash-mask-token-id", requested_token, target.config, table
     )
-    model = describe_layers(target, options.dflash_num_layers, options.dflash_intermediate_size)
+    size = options.dflash_intermediate_size
+    model = describe_layers(target, options.dflash_num_layers, size)
     return DFlash(
         settings,
-        follow_layers(settings.start_from, model),
+        follow_layers(settings.start_from, model, has_given_size=size is not None),
         num_auxiliary=len(target.aux_layers),
         mask_row=table[mask_token_id],
         mask_token_id=mask_token_id,

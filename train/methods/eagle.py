@@ -30,12 +30,13 @@ from .eagle_parts.nets import Eagle, Eagle1, Eagle3
 def build_eagle(settings: TrainSettings, target: FrozenTarget) -> Eagle:
     """Make a drafter of the target's sizes; EAGLE-3's output layer begins as the target's.
 
-    With --start-from, heads, norms and rotary embedding are that drafter's.
+    With --start-from, heads, MLP, norms and rotary embedding are that drafter's.
     """
     assert target.head is not None
     options = as_options(settings, EagleTrain)
-    model = describe_layers(target, options.eagle_num_layers, options.eagle_intermediate_size)
-    model = follow_layers(settings.start_from, model)
+    size = options.eagle_intermediate_size
+    model = describe_layers(target, options.eagle_num_layers, size)
+    model = follow_layers(settings.start_from, model, has_given_size=size is not None)
     if options.eagle_version == "1":
         return Eagle1(settings, model, embedding_scale=target.shape.embedding_scale)
     draft_tokens = choose_vocabulary(settings, target)
