@@ -9,6 +9,7 @@ from typing import Any
 from specdec.errors import Problems, SpecDecError, join_names
 from specdec.files.reading import read_json
 from specdec.gguf.folder import localize
+from specdec.methods.medusa import MedusaParams
 from specdec.model.tensors import HEAD, OFFSETS
 
 from .layouts import describe_norms
@@ -86,6 +87,17 @@ def find_excess(order: Order) -> dict[str, int] | None:
         if number > max_tokens and not drafts_unread(order)
         else None
     )
+
+
+def find_missing_heads(order: Order) -> dict[str, int] | None:
+    """Return the numbers of draft tokens where there are fewer Medusa heads.
+
+    vLLM would make the others, of weights that no file has.
+    """
+    params = order.source.drafter
+    assert isinstance(params, MedusaParams)
+    number, num_heads = order.num_draft_tokens, params.num_heads
+    return {"number": number, "most": num_heads} if number > num_heads else None
 
 
 def find_own_tables(order: Order) -> dict[str, str] | None:
@@ -170,6 +182,11 @@ LACKS: tuple[tuple[Collection[str], Collection[str], Callable[[Order], Any], str
         ("dflash",), EVERY_RUNTIME, find_excess,
         "--num-draft-tokens is {number}, a block of this drafter drafts {most}",
         "give 1 to {most}; fewer than {most} are other blocks than it was trained with",
+    ),
+    (
+        ("medusa",), EVERY_RUNTIME, find_missing_heads,
+        "--num-draft-tokens is {number}, there are {most} Medusa heads, of a token each",
+        "give 1 to {most}",
     ),
     (
         ("dflash",), tuple(name for name in EVERY_RUNTIME if name != "speculators"),

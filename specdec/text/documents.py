@@ -23,7 +23,9 @@ SUFFIXES = (".jsonl", ".json", ".txt")
 
 def check_data_file(path: Path, flag: str) -> None:
     """Raise SpecDecError for a data file that is absent, empty or of another kind."""
-    if path.suffix not in SUFFIXES:
+    if path.is_dir():
+        raise SpecDecError(f"{flag} {path} is a folder", "give one of its files")
+    if path.suffix not in SUFFIXES and (path.suffix or path.exists()):
         fact = f"{flag} {path} is none of {', '.join(SUFFIXES)}"
         raise SpecDecError(fact, "unpack or rewrite it as one of them, named by what it holds")
     if not path.is_file():
@@ -64,6 +66,7 @@ def name_line(path: Path, number: int, keys: str = KEYS) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        number += error.object.count(b"\n", 0, error.start)  # of a text that was read whole
         fault = f"is not UTF-8 ({error.reason})"
         hint = "save the file as UTF-8, as by `iconv -f CODING -t UTF-8`; CODING may be latin1"
     except RecursionError:

@@ -295,6 +295,7 @@ def test_the_answers_of_data_are_counted(tokenizer: Path, tmp_path: Path) -> Non
     ("empty.jsonl", "", "is empty", "give a file"),
     ("table.csv", "a,b", "is none of .jsonl", "unpack or rewrite"),
     ("bad.jsonl", "{", "line 1 cannot be used", "write JSON objects"),
+    ("latin.txt", "a\nb \udce9", "latin.txt line 2 is not UTF-8", "iconv"),
     ("short.jsonl", '{"text": ""}\n', "no n-gram", "give files with answers"),
 ])  # fmt: skip
 def test_data_without_ngrams_is_refused(
@@ -302,7 +303,7 @@ def test_data_without_ngrams_is_refused(
 ) -> None:
     path = tmp_path / name
     if content is not None:
-        path.write_text(content, encoding="utf-8")
+        path.write_text(content, encoding="utf-8", errors="surrogateescape")
     output = tmp_path / "table.safetensors"
     flags = ("--data", path, "--tokenizer-dir", tokenizer, "--output", output)
     run = run_cli_here("train", "ngrams", *flags)

@@ -355,6 +355,8 @@ def test_what_a_template_refuses_is_named(write: Any, with_template: Any) -> Non
         ("a.csv", "[]", "is none of .jsonl, .json, .txt"),
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", None, "does not exist"),
+        ("a", None, "does not exist"),
+        ("..", None, "is a folder"),
     ],
 )
 def test_unusable_files_are_refused(

@@ -65,7 +65,9 @@ def read_texts(paths: list[Path]) -> Iterator[str]:
     """Yield what may be drafted: answers, and texts as they are."""
     for path in paths:
         if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8")
+            with name_line(path, 1):
+                text = path.read_bytes().decode("utf-8-sig")
+            yield text
             continue
         for number, line in read_lines(path):
             with name_line(path, number):
