@@ -284,9 +284,13 @@ class GrammarWriter:
     def _write_messages(
         self, calling: Calling | None, body_grammar: Mapping[str, Any] | None
     ) -> str:
-        """Return the rule of harmony's messages: reasoning, then one call or one final text."""
+        """Return the rule of harmony's messages: reasoning, then one call or one final text.
+
+        Comments are content: none comes before a text that a grammar describes.
+        """
         literal, end = self._write_literal, self._write_literal(f"{ENDS[0]}{START}assistant")
-        channels = (literal(f"<|channel|>{name}{MESSAGE}") for name in ("analysis", "commentary"))
+        names = ("analysis", "commentary") if body_grammar is None else ("analysis",)
+        channels = (literal(f"<|channel|>{name}{MESSAGE}") for name in names)
         self._rules["before"] = " | ".join(f"{channel} TEXT {end}" for channel in channels)
         parts = []
         if calling is not None:

@@ -515,6 +515,7 @@ def test_structured_output_comes_behind_the_reasoning(
 
 HARMONY = ChatFormats(harmony.TOOLS, harmony.REASONING, READS, is_harmony=True)
 THOUGHT = f"{harmony.ANALYSIS}hm {{<|end|><|start|>assistant"
+COMMENT = THOUGHT.replace("analysis", "commentary")
 SAID = f'{harmony.TOOLS.prefix}{harmony.TOOLS.open("say.it")}{{"word": "x"}}'
 
 
@@ -523,13 +524,14 @@ SAID = f'{harmony.TOOLS.prefix}{harmony.TOOLS.open("say.it")}{{"word": "x"}}'
     [
         (FORCED, None, [SAID, THOUGHT + SAID], [f"{harmony.FINAL}hi", THOUGHT, SAID[:-1]], ("", 1)),
         (
-            {"is_strict": True}, None, [SAID, f"{THOUGHT}{harmony.FINAL}hi"],
+            {"is_strict": True}, None, [SAID, COMMENT + SAID, f"{THOUGHT}{harmony.FINAL}hi"],
             [SAID.replace("word", "text"), "hi"], ("hi", 0),
         ),
         (
             None, {"json_schema": {"enum": ["yes"]}},
             [f'{THOUGHT}{THOUGHT}{harmony.FINAL}"yes"', f'{harmony.FINAL}"yes"'],
-            [f"{harmony.FINAL}yes", '"yes"', THOUGHT], ('"yes"', 0),
+            [f"{harmony.FINAL}yes", '"yes"', THOUGHT, f'{COMMENT}{harmony.FINAL}"yes"'],
+            ('"yes"', 0),
         ),
     ],
 )  # fmt: skip
