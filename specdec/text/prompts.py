@@ -7,7 +7,6 @@ import functools
 import gzip
 import math
 import numbers
-import os
 import re
 import stat
 import sys
@@ -313,15 +312,23 @@ def _read_lines(path: Path, flag: str) -> list[str]:
 
 def _read_file(path: Path) -> bytes:
     """Return the content of a file or a named pipe, unpacked."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
+        raise SpecDecError(f"{path} is a device, not a file", "give a file, a pipe, or - for stdin")
+    return _read_pipe(path) if stat.S_ISFIFO(mode) else _unpack(path)
+
+
+def _unpack(path: Path) -> bytes:
     with path.open("rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise SpecDecError(
-                f"{path} is a device, not a file", "give a file, a pipe, or - for stdin"
-            )
         _find_suffix(path, ())
         stream = gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file
         return b"".join(_read_blocks(stream, path))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_pipe(path: Path) -> bytes:
+    """Return all of a named pipe, also to a second caller, as `_read_once` does of stdin."""
+    return _unpack(path)
 
 
 @functools.lru_cache(maxsize=1)

@@ -505,6 +505,9 @@ def test_no_more_is_read_of_prompts_than_a_limit(
 
     for path in (*files.values(), prompt_files.STDIN):
         assert len(read(path, b"a\n" * 500)) == 500
+        if path == files["pipe.txt"]:  # is read once, also where it is asked for again
+            assert len(prompt_files.read_prompts(path, "--input-file")) == 500
+            prompt_files._read_pipe.cache_clear()
         with pytest.raises(SpecDecError, match=r"holds more than 1000 bytes, as unpacked text"):
             read(path, b"a" * 1001)
     (device := tmp_path / "zero.txt").symlink_to("/dev/zero")
