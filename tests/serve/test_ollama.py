@@ -132,6 +132,27 @@ def test_a_history_is_that_of_a_chat(url: str) -> None:
     assert answer["specdec"]["ignored"] == ["messages.name"]
 
 
+def test_the_assistants_last_text_is_continued(url: str) -> None:
+    """As Ollama does; after calls, or a text that has ended, an answer begins."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    begun = {"role": "assistant", "content": "so it"}
+    for last, continues, options in (
+        (begun, True, {}), (begun, False, {"continue_final_message": False}),
+        ({**begun, "tool_calls": [call]}, False, {}), ({**begun, "content": ""}, False, {}),
+    ):  # fmt: skip
+        answer = post(url, "/api/chat", **BODY | {"messages": [*CHAT, last], **options})
+        written = {
+            **last,
+            "tool_calls": [{"type": "function", **c} for c in last.get("tool_calls", [])],
+        }
+        chat = post(
+            url, "/v1/chat/completions", messages=[*CHAT, written], max_tokens=9, temperature=0,
+            continue_final_message=continues,
+        )  # fmt: skip
+        assert answer["message"]["content"] == chat["choices"][0]["message"]["content"]
+        assert answer["prompt_eval_count"] == chat["usage"]["prompt_tokens"]
+
+
 def test_formats_and_log_probabilities(url: str) -> None:
     schema = ADD["function"]["parameters"]
     options = {"temperature": 0, "num_predict": 90}
