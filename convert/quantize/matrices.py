@@ -13,7 +13,6 @@ compressed-tensors 0.20.0 `compressors`; ModelOpt 0.47.0 `quantization/qtensor` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -22,18 +21,10 @@ from specdec.files.casts import cast
 from specdec.files.reading import Array
 from specdec.files.tensor_file import DTYPES, TensorInfo
 from specdec.model import int4
-from specdec.model.quantization import (
-    ACTIVATION_SCALE,
-    ALGORITHMS,
-    FLOAT8,
-    INPUT_SCALE,
-    NVFP4_GROUP_SIZE,
-    WEIGHT_SCALE,
-    WEIGHT_SCALE_2,
-)
+from specdec.model.quantization import ALGORITHMS, FLOAT8, INPUT_SCALE, WEIGHT_SCALE
 
 from ..hf import HfFolder
-from .float8 import E8M0, FLOAT4_VALUES, decode, to_float32
+from .float8 import E8M0, decode, to_float32
 
 FLOATS = int4.SCALE_DTYPES
 BLOCK_ITEMS = 1 << 17  # weights that are computed at a time, in a core's cache
@@ -393,8 +384,8 @@ class PackedMatrix(IntMatrix):
     """
 
     def __init__(
-        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool,
-        is_symmetric: bool,
+        self, folder: HfFolder, stem: str, group_size: int, bits: int, *, is_ordered: bool = False,
+        is_symmetric: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(folder, stem, group_size)
         self.bits = bits
@@ -525,54 +516,4 @@ class Float8Matrix(Matrix):
         rows = np.arange(start, stop) // self.block[0]
         columns = np.arange(self.shape[1]) // self.block[1]
         weights: Array = np.multiply(decode(numbers), scales[rows][:, columns])
-        return weights
-
-
-class Nvfp4Matrix(Matrix):
-    """ModelOpt's NVFP4: four-bit floats, a float8 scale for 16 of them, one scale for all.
-
-    rounds_inputs: whether inputs are rounded too, for which they have a scale.
-    """
-
-    dtype = "float32"
-    STORED: ClassVar[dict[str, str]] = {
-        "weight": "weight", WEIGHT_SCALE: "weight_scale", WEIGHT_SCALE_2: "weight_scale_2",
-        ACTIVATION_SCALE: "input_scale",
-    }  # fmt: skip
-
-    def __init__(self, folder: HfFolder, stem: str, *, rounds_inputs: bool) -> None:
-        super().__init__(folder, stem)
-        num_outputs, half = self.get_sizes("weight", ("uint8",))
-        self.shape = (num_outputs, 2 * half)
-        if 2 * half % NVFP4_GROUP_SIZE:
-            raise self.refuse(
-                f"{2 * half} columns are no multiple of {NVFP4_GROUP_SIZE}",
-                "a file is damaged: copy or download the folder again",
-            )
-        self.get("weight_scale", (FLOAT8,), (num_outputs, 2 * half // NVFP4_GROUP_SIZE))
-        self.get("weight_scale_2", ("float32",), (), (1,))
-        if rounds_inputs or self.has("input_scale"):
-            self.get("input_scale", ("float32",), (), (1,))
-
-    def list_stored(self) -> dict[str, TensorInfo]:
-        return ALGORITHMS["NVFP4"].describe(self.shape, "float32", NVFP4_GROUP_SIZE)
-
-    def read_stored(self, kind: str, start: int, stop: int) -> Array:
-        name = f"{self.stem}.{self.STORED[kind]}"
-        if kind in (WEIGHT_SCALE_2, ACTIVATION_SCALE):
-            return self.folder.read(name).reshape(1)
-        return self.folder.read_block(name, start, stop)
-
-    def read_numbers(self, start: int, stop: int) -> Array:
-        return split_nibbles(self.folder.read_block(f"{self.stem}.weight", start, stop))
-
-    def multiply(self, numbers: Array, start: int, stop: int) -> Array:
-        whole_scale = self.folder.read(f"{self.stem}.weight_scale_2").reshape(())
-        scales = (
-            decode(self.folder.read_block(f"{self.stem}.weight_scale", start, stop)) * whole_scale
-        )
-        values = FLOAT4_VALUES[numbers] + np.float32(0)  # ModelOpt drops the sign of zero
-        grouped = values.reshape(*scales.shape, NVFP4_GROUP_SIZE)
-        grouped *= scales[:, :, None]
-        weights: Array = grouped.reshape(numbers.shape)
         return weights

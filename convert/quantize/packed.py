@@ -47,7 +47,8 @@ from ..plan import (
     report_unread,
 )
 from . import unified
-from .matrices import IntMatrix, Matrix, Nvfp4Matrix
+from .float4 import Nvfp4Matrix
+from .matrices import IntMatrix, Matrix
 from .scales import EXCLUDED
 from .sections import INT4, Scheme
 from .unified import DEQUANTIZE, ScaleReader, plan_kv_scales, sort_linears

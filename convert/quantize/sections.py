@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from specdec.errors import SpecDecError, shorten
 from specdec.files.reading import read_json
-from specdec.model.quantization import FLOAT8, FP8
+from specdec.model.quantization import FLOAT8, FP8, NVFP4_GROUP_SIZE
 
 from ..hf import QUANTIZATION_NAME, HfFolder
-from . import matrices
+from . import float4, matrices
 from .matrices import Matrix
 
 # Makes a matrix of a folder's module.
@@ -62,6 +62,10 @@ SOURCE_FORMATS: Mapping[str, SourceFormat] = {
     ),
     "modelopt-nvfp4": SourceFormat(
         title="ModelOpt NVFP4", marker="weight", stored_as="NVFP4", bits="4"
+    ),
+    "nvfp4-pack-quantized": SourceFormat(
+        title="compressed-tensors nvfp4-pack-quantized", marker="weight_packed", stored_as=None,
+        bits="4",
     ),
     "modelopt-nvfp4-weights": SourceFormat(
         title="ModelOpt W4A16_NVFP4", marker="weight", stored_as=None, bits="4"
@@ -319,16 +323,21 @@ def _read_compressed(section: Section) -> Scheme:
         )  # fmt: skip
         words = f"compressed-tensors pack-quantized, {bits} bits, group_size {size}"
         return Scheme(name="pack-quantized", bits=bits, description=words, make=maker)
+    if format_name == NVFP4_PACKED and (kind, bits, strategy, size) == NVFP4_WEIGHTS:
+        words = f"compressed-tensors {NVFP4_PACKED}"
+        return Scheme(name=NVFP4_PACKED, bits=4, description=words, make=float4.PackedFloat4Matrix)
     if (kind, bits) == ("float", 8) and format_name in FLOAT_FORMATS:
         rounding = "weights" if inputs == "static" and strategy != "tensor" else inputs
         words = f"compressed-tensors FP8, {strategy}"
         return _make_float8(words, block, rounding, in_scale_dtype=block is None)
     raise section.refuse(
         f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
-        f"pack-quantized of 4 or 8 bits by channel or group and FP8 are read; {_REMEDY}",
+        f"pack-quantized of 4 or 8 bits by channel or group, NVFP4 and FP8 are read; {_REMEDY}",
     )
 
 
+NVFP4_PACKED = "nvfp4-pack-quantized"
+NVFP4_WEIGHTS = ("float", 4, "tensor_group", NVFP4_GROUP_SIZE)
 # compressed-tensors' formats of float8; "" where a section names none.
 FLOAT_FORMATS = ("float-quantized", "naive-quantized", "")
 
@@ -397,7 +406,7 @@ def _read_group(section: Section, name: str, values: Any) -> GroupedWeights:
     size = weights.take_group_size(-1)
     default_strategy = {True: "group", False: "tensor"}[size > 0]
     strategy = weights.take(
-        "strategy", "tensor", "channel", "group", "block", default=default_strategy
+        "strategy", "tensor", "channel", "group", "block", "tensor_group", default=default_strategy
     )
     block = weights.take("block_structure")
     weights.refuse_rest()
@@ -477,7 +486,7 @@ def _read_modelopt(section: Section) -> Scheme:
             name="modelopt-nvfp4" + "-weights" * (not rounds_inputs),
             bits=4,
             description=f"ModelOpt {algorithm}",
-            make=functools.partial(matrices.Nvfp4Matrix, rounds_inputs=rounds_inputs),
+            make=functools.partial(float4.Nvfp4Matrix, rounds_inputs=rounds_inputs),
         )
     raise section.refuse(
         f"quant_algo {shorten(algorithm)}",

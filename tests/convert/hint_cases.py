@@ -463,8 +463,8 @@ QUANTIZED = [
     Case(UNQUANTIZED, "compressed", groups(output_activations={"num_bits": 8}), PLAIN_MODEL),
     Case(UNQUANTIZED, "gptq", section(rotation="hadamard"), PLAIN_MODEL),
     Case("{}; {}", "gptq", section(quant_method="bitsandbytes"), PLAIN_MODEL),
-    Case("pack-quantized of 4 or 8 bits by channel or group and FP8 are read; {}", "compressed",
-         section(format="marlin-24"), PLAIN_MODEL),
+    Case("pack-quantized of 4 or 8 bits by channel or group, NVFP4 and FP8 are read; {}",
+         "compressed", section(format="marlin-24"), PLAIN_MODEL),
     Case("4-bit weights with plain inputs and FP8 are read; {}", "compressed",
          groups(input_activations={"num_bits": 8, "type": "int"}), PLAIN_MODEL),
     Case("FP8, FP8_PER_CHANNEL_PER_TOKEN, W4A16_AWQ, NVFP4 and W4A16_NVFP4 of ModelOpt are read;"

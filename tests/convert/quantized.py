@@ -202,6 +202,22 @@ def pack_nvfp4(weight: torch.Tensor, _: torch.Generator) -> tuple[Tensors, torch
     return tensors, (FLOAT4[codes] * restored_scales).reshape(weight.shape)
 
 
+def pack_compressed_nvfp4(
+    weight: torch.Tensor, generator: torch.Generator
+) -> tuple[Tensors, torch.Tensor]:
+    """As llm-compressor writes it: the matrix's scale is what a group's is divided by."""
+    tensors, _ = pack_nvfp4(weight, generator)
+    whole = 1 / tensors.pop("weight_scale_2")
+    tensors["weight_packed"] = tensors.pop("weight")
+    tensors["weight_global_scale"] = whole.reshape(1)
+    tensors["input_global_scale"] = tensors.pop("input_scale").reshape(1)
+    packed = tensors["weight_packed"]
+    codes = torch.stack([packed & 15, packed >> 4], 2).reshape(len(packed), -1, 16).long()
+    scales = tensors["weight_scale"].float() / whole
+    restored = FLOAT4.where(torch.arange(16) != 8, -0.0)[codes] * scales[:, :, None]
+    return tensors, restored.reshape(weight.shape).to(torch.bfloat16)
+
+
 def describe_gptq(bits: int, **values: Any) -> dict[str, Any]:
     return {
         "quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": True, "desc_act": False,
@@ -305,6 +321,18 @@ CASES = {
     "compressed-8-bits": Case(
         "pack-quantized", describe_int(8),
         make_compressed(bits=8, is_symmetric=True, dtype=torch.bfloat16), None, "bfloat16",
+    ),
+    "compressed-nvfp4": Case(
+        "nvfp4-pack-quantized",
+        describe_compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            input_activations={
+                "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                "dynamic": "local", "symmetric": True,
+            },
+        ),
+        pack_compressed_nvfp4, None, "bfloat16",
     ),
     "fp8-static": Case(
         "fp8-static", {"quant_method": "fp8", "activation_scheme": "static"}, pack_static, "FP8",

@@ -15,7 +15,7 @@ from specdec.convert import lora
 from specdec.convert.families import FAMILIES, compare_modules
 from specdec.convert.hf import HfFolder
 from specdec.convert.methods import base, dflash, eagle, medusa
-from specdec.convert.quantize import blocks, matrices, packed, unified
+from specdec.convert.quantize import blocks, float4, matrices, packed, unified
 from specdec.errors import Problems, SpecDecError
 from specdec.files.casts import cast
 from specdec.model.config_reader import ConfigReader
@@ -49,7 +49,8 @@ MATRICES: dict[str, Any] = {
     "modelopt-int4": lambda f: matrices.ModeloptInt4Matrix(f, STEM, GROUP),
     "fp8-dynamic": lambda f: matrices.Float8Matrix(f, STEM, None, in_scale_dtype=False),
     "fp8-block": lambda f: matrices.Float8Matrix(f, STEM, (24, 40), in_scale_dtype=False),
-    "modelopt-nvfp4": lambda f: matrices.Nvfp4Matrix(f, STEM, rounds_inputs=True),
+    "compressed-nvfp4": lambda f: float4.PackedFloat4Matrix(f, STEM),
+    "modelopt-nvfp4": lambda f: float4.Nvfp4Matrix(f, STEM, rounds_inputs=True),
 }
 
 

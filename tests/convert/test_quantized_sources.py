@@ -467,6 +467,7 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
         ("gptq", {"data_type": "nv_fp"}, "data_type is 'nv_fp'"),
         ("gptq", {"rotation": "hadamard"}, "rotation 'hadamard': not known"),
         ("compressed", {"format": "int-quantized"}, "weights int of 4 bits by group"),
+        ("compressed-nvfp4", {"format": "mxfp4-pack-quantized"}, "weights float of 4 bits by t"),
         ("compressed", describe_int(4, strategy="tensor", group_size=None), "of 4 bits by tensor"),
         ("compressed", {"transform_config": {"R1": 1}}, "transform_config rotates"),
         ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -754,7 +755,7 @@ def test_static_float8_in_transformers_names(convert: Converter, tmp_path: Path)
 @pytest.mark.parametrize(
     "name",
     ["compressed", "compressed-asymmetric", "compressed-channel", "compressed-8-bits",
-     "fp8-channel"],
+     "compressed-nvfp4", "fp8-channel"],
 )  # fmt: skip
 def test_compressed_tensors_reads_the_same(name: str, tmp_path: Path) -> None:
     """The weights that the tests above compare with are those of the format's own library."""
