@@ -80,10 +80,12 @@ def read_hybrid(
 
     The fields of images' positions (M-RoPE) change nothing where there is text alone.
     """
-    rotary = reader.get_object("rope_parameters")
-    text = {key: value for key, value in rotary.items() if not key.startswith("mrope_")}
+    rotary = {
+        name: {k: v for k, v in reader.get_object(name).items() if not k.startswith("mrope_")}
+        for name in ("rope_parameters", "rope_scaling")
+    }
     values = read_decoder(
-        reader.enter({**reader.config, "rope_parameters": text}), max_positions=32768,
+        reader.enter({**reader.config, **rotary}), max_positions=32768,
         num_kv_heads=num_kv_heads, head_dim=256, rotary_fraction=0.25,
     )  # fmt: skip
     refuse_unless(reader, "hidden_act", "silu", remedy="hybrids are supported with silu")

@@ -555,6 +555,10 @@ def test_hybrids_are_read() -> None:
     model = read(qwen_hybrid.QWEN3_5, layer_types=listed, rope_parameters=rotary)
     assert model.layer_types == tuple(listed)
     assert (model.rotary_base, model.rotary_pct, model.rotary_scaling) == (5e5, 0.5, None)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    sections = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    model = read(qwen_hybrid.QWEN3_5, rope_scaling=yarn | sections)  # as for transformers 4.57
+    assert model.rotary_scaling == yarn
 
 
 @pytest.mark.parametrize(
