@@ -135,7 +135,7 @@ def test_a_history_is_that_of_a_chat(url: str) -> None:
 def test_the_assistants_last_text_is_continued(url: str) -> None:
     """As Ollama does; after calls, or a text that has ended, an answer begins."""
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    begun = {"role": "assistant", "content": "so it"}
+    begun: dict[str, Any] = {"role": "assistant", "content": "so it"}
     for last, continues, options in (
         (begun, True, {}), (begun, False, {"continue_final_message": False}),
         ({**begun, "tool_calls": [call]}, False, {}), ({**begun, "content": ""}, False, {}),
