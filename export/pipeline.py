@@ -55,6 +55,8 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
             contents.texts |= write_deployment(order)
         with stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged:
             write_folder(staged, order, contents, command)
+    if settings.to == "gguf" and source.kind == "plain":
+        warn_of_widening(settings, source)
     title = RUNTIMES[settings.to].title
     logger.info("%s: %s for %s", settings.output_dir, TITLES[source.kind], title)
     return {
@@ -151,6 +153,17 @@ def add_companions(settings: ExportSettings, contents: Contents) -> None:
         return
     config = read_json(path)
     contents.config |= {name: config[name] for name in SPECIAL_IDS if name in config}
+
+
+def warn_of_widening(settings: ExportSettings, source: Source) -> None:
+    """Tell that a GGUF file was written anew, which llama.cpp reads as it is."""
+    if settings.model_dir is not None and (path := find_gguf(settings.model_dir)) is not None:
+        logger.warning(
+            "%s is a file for llama.cpp already: here its weights were widened to %s, and those are"
+            " written, as %s, which take more memory and time than blocks of four bits; give"
+            " llama-server the file itself",
+            path, source.model.dtype, settings.gguf_type or source.model.dtype,
+        )  # fmt: skip
 
 
 def write_folder(staged: Path, order: Order, contents: Contents, command: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -408,6 +409,17 @@ def test_a_disk_that_is_too_small_for_a_gguf_file(
     with pytest.raises(SpecDecError, match="the file takes .* has 0.0 MB free"):
         export(tmp_path / "out", to="gguf", **given)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_gguf_of_a_gguf_file_is_told_to_be_needless(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("specdec").propagate = True
+    export(tmp_path / "first", model_dir=str(target), to="gguf", gguf_type="Q8_0")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    file = tmp_path / "first" / "model.gguf"
+    export(tmp_path / "again", model_dir=str(file), to="gguf")
+    assert f"{file} is a file for llama.cpp already" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])

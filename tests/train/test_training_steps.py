@@ -235,7 +235,9 @@ def make_job(settings: TrainSettings, **changes: Any) -> TrainingJob:
     return TrainingJob(**vars(make_setup(settings)) | values | changes)
 
 
-def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
+def test_weights_of_a_drafter_that_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Tensors of the target are passed over; what may be absent begins anew."""
     path = tmp_path / "model.safetensors"
     weight = torch.arange(6.0).view(2, 3)
@@ -245,18 +247,25 @@ def test_weights_of_a_drafter_that_was_written(tmp_path: Path) -> None:
     drafter.add_module("extra", torch.nn.Linear(1, 1, bias=False))
     fresh = drafter.extra.weight.detach().clone()
     save_file(
-        {"trunk.weight": weight.half(), "shared": torch.zeros(9), "mask": torch.zeros(9)}, path
+        {"trunk.weight": weight.half(), "shared": torch.ones(9), "mask": torch.zeros(9)}, path
     )
     file = start_config.open_start(tmp_path, path.name)
     method = make_method(
         optional_prefixes=("extra.",), published_prefixes={"trunk.": "body."},
         derived_tensors=("mask",),
     )  # fmt: skip
-    job.load_weights(drafter, file, method, {"shared": torch.zeros(9)})
+    logging.getLogger("specdec").propagate = True
+    job.load_weights(drafter, file, method, {"shared": torch.ones(9)})
+    assert not caplog.messages
     assert torch.equal(drafter.body.weight, weight)
     assert torch.equal(drafter.extra.weight, fresh)
-    with pytest.raises(SpecDecError, match=r"shared \[9\] in .* is not the target's \[9\]"):
-        job.load_weights(drafter, file, method, {"shared": torch.ones(9)})
+    caplog.clear()
+    job.load_weights(drafter, file, method, {"shared": torch.ones(9) + 0.05})
+    assert "shared in" in caplog.text, "quantized"
+    assert "is off by 4.8 % from the target's" in caplog.text
+    for other in (torch.zeros(9), torch.ones(8)):
+        with pytest.raises(SpecDecError, match=r"shared \[9\] in .* is not the target's \["):
+            job.load_weights(drafter, file, method, {"shared": other})
     with pytest.raises(SpecDecError) as caught:
         job.load_weights(drafter, file, make_method(), {})
     for fact in (
