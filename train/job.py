@@ -196,8 +196,10 @@ def refuse_other_copies(file: TensorFile, target_tensors: Mapping[str, Tensor]) 
 
 def measure_difference(copy: Tensor, tensor: Tensor) -> float:
     """Return the norm of a difference over the tensor's; large ones are never wide as a whole."""
+    import torch
+
     difference = total = 0.0
-    for copied_rows, rows in zip(copy.split(ROWS), tensor.split(ROWS), strict=True):
+    for copied_rows, rows in zip(torch.split(copy, ROWS), torch.split(tensor, ROWS), strict=True):
         numbers = rows.float()
         difference += float((copied_rows.to(rows.device).float() - numbers).square().sum())
         total += float(numbers.square().sum())

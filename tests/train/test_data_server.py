@@ -753,7 +753,7 @@ def test_progress_is_told(
     monkeypatch.setattr(logs, "SECONDS_BETWEEN_REPORTS", 0.0)
     with ChatServer() as server:
         done = run_data(server, "--input", write_prompts(tmp_path / "in.jsonl", 4))
-    assert re.search(r"rows: 3 of 4 in 0 s, \d+\.\d\d/s, less than a minute left", done.err)
+    assert re.search(r"rows: 3 of 4 in \d+ s, \d+\.\d\d/s, less than a minute left", done.err)
     assert "4 rows are in" in done.err
 
 
