@@ -114,6 +114,8 @@ class HarmonyParser(Parser):
                 self._position = end + len(MESSAGE)
                 return Header(channel[1] if channel is not None else "", "")
             if marker or self._is_over:
+                if not marker and self._is_cut and self._text.startswith("<|", self._position):
+                    self._position = len(self._text)
                 return Header("", "")
             yield
 
@@ -124,10 +126,10 @@ class HarmonyParser(Parser):
         is_half = start >= 0 and any(mark.startswith(half) and mark != half for mark in MARKS)
         return start if is_half else len(self._text)
 
-    @staticmethod
-    def _has_mark(match: re.Match[str]) -> bool:
+    def _has_mark(self, match: re.Match[str]) -> bool:
         """Return whether what was read of a header cannot be content."""
-        return not match[0].strip() or match[0].strip() == "assistant" or any(
+        word = match[0].strip().removeprefix("assistant").strip()
+        return not word or (self._is_cut and "to=".startswith(word)) or any(
             (match["to"], match["channel"], match["kind"], START in match[0])
         )  # fmt: skip
 

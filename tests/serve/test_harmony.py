@@ -103,6 +103,18 @@ def test_the_parts_of_an_answer(name: str) -> None:
         assert parse([text[:at], text[at:]]) == parts, at
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+def test_no_part_of_a_header_is_content_where_a_limit_ends_it(name: str) -> None:
+    """However much of an answer is there, it says nothing that the whole answer does not."""
+    text, (content, reasoning, _) = ANSWERS[name]
+    for end in range(len(text)):
+        parser = HarmonyParser(TOOLS, "assistant", schemas=SCHEMAS)
+        parser.feed(text[:end])
+        parser.finish(is_cut=True)
+        assert content.startswith(parser.content.rstrip()), text[:end]
+        assert reasoning.startswith(parser.reasoning.rstrip()), text[:end]
+
+
 def test_white_space_in_place_of_a_header_takes_no_time() -> None:
     """A model that repeats itself writes thousands."""
     space = "\n" * 3000
