@@ -371,6 +371,14 @@ def _write_target(path: Path, target: FrozenTarget) -> None:
     write_tensor_file(path, infos, arrays.__getitem__, metadata={"head": head})
 
 
+def open_kept(path: Path) -> TensorFile:
+    """Open a file of kept states, which can be made again where it is damaged."""
+    try:
+        return TensorFile(path)
+    except SpecDecError as error:
+        raise SpecDecError(error.message, REMAKE_HINT) from None
+
+
 class StoredTarget(FrozenTarget):
     """Target whose hidden states are read from a folder, mapped, not loaded."""
 
@@ -407,7 +415,7 @@ class StoredTarget(FrozenTarget):
         super().__init__(embedding, setup.config, name=name, head=head, aux_layers=plan.layers)
 
     def _read_target(self, setup: Setup) -> tuple[torch.nn.Embedding, OutputHead | None]:
-        file = TensorFile(self.folder / TARGET_FILE)
+        file = open_kept(self.folder / TARGET_FILE)
         weights = {
             name: to_tensor(file.read(name), info.dtype).to(setup.accelerator.device)
             for name, info in file.tensors.items()
@@ -427,7 +435,7 @@ class StoredTarget(FrozenTarget):
         return table, make_head(setup.config, weight, weights.get("head_bias"))
 
     def _open_shard(self, shard: StatesFile) -> TensorFile:
-        file = TensorFile(self.folder / shard.name)
+        file = open_kept(self.folder / shard.name)
         expected = (self.plan.list_tensors(shard), self.plan.describe_rows(shard))
         if (file.tensors, file.metadata) != expected:
             raise SpecDecError(

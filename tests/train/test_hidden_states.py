@@ -160,6 +160,7 @@ def test_other_torn_and_poor_states_are_refused(
         damage(path)
         done = run_train(*options, ends=1)
         assert done.last_lines[0].startswith(f"error: {path} {words}")
+        assert done.last_lines[1] == f"hint: {hidden_states.REMAKE_HINT}"
         path.write_bytes(whole)
     run_train(*options)
 
