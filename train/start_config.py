@@ -29,7 +29,9 @@ DEFAULTS: Mapping[str, Any] = {
     "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False,
     "norm_output": False, "input_embedding_scale": 1,
 }  # fmt: skip
-SECTIONS = ("eagle_config", "dflash_config")  # objects of config.json that hold such keys, too
+LAYERS_SECTION = "transformer_layer_config"  # of speculators, which describes the layers
+# Objects of config.json that hold such keys, too.
+SECTIONS = ("eagle_config", "dflash_config", LAYERS_SECTION)
 # Target's layers, from 0, by whose outputs a drafter drafts. A target that was grown has others.
 LAYER_KEYS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
 
@@ -74,6 +76,8 @@ def follow_layers(
     if folder is None or not (folder / "config.json").is_file():
         return model
     config = read_json(folder / "config.json")
+    inner = config.get(LAYERS_SECTION)
+    config = config | inner if isinstance(inner, dict) else config
     reader = ConfigReader(config, folder / "config.json")
     values = _read_heads(reader, model)
     if "intermediate_size" in config and not has_given_size:
