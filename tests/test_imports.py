@@ -58,6 +58,7 @@ def test_help_of_specdec_imports_nothing_heavy() -> None:
     assert list_heavy_imports(code) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_of_a_stage_imports_nothing_heavy(stage: str) -> None:
     start = "from specdec.command.entry import main; main()"
@@ -65,6 +66,7 @@ def test_help_of_a_stage_imports_nothing_heavy(stage: str) -> None:
     assert list_heavy_imports(code) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "module", "function"), SCRIPTS)
 def test_help_of_a_script_imports_nothing_heavy(name: str, module: str, function: str) -> None:
     code = f"sys.argv = [{name!r}, '--help']; from {module} import {function}; {function}()"

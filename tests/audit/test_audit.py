@@ -112,6 +112,7 @@ def test_nothing_is_wrong(served: str, folder: Path, prompts: Path) -> None:
     assert (again["verdict"], again["prompts"]) == ("ok", 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_the_server(
     name: str, served: str, folder: Path, tmp_path: Path

@@ -86,6 +86,7 @@ def run_script(script: Path, environment: dict[str, str]) -> subprocess.Complete
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "label", "tp_size"),
     [(method, label, 1 + at % 2) for at, (method, label) in enumerate(LINES)],

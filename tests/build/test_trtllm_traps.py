@@ -160,6 +160,7 @@ REFUSED: list[Row] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "options", "match", "hint"), REFUSED)
 def test_what_is_refused(
     store: CheckpointStore, kind: str, options: dict[str, Any], match: str, hint: str

@@ -718,6 +718,7 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "scaling"),
     [(name, SCALINGS[(at + more) % 5]) for at, name in enumerate(ROTARY) for more in (0, 2)],

@@ -113,6 +113,7 @@ def test_a_download_that_is_cut_off_goes_on(hub: HubServer, tmp_path: Path) -> N
     assert copy.read_bytes() == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hub_id", "refusal", "message", "hint"),
     [

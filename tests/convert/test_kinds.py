@@ -244,6 +244,7 @@ def test_a_head_that_the_wrapper_ties(is_told: bool, convert: Converter, tmp_pat
     assert np.array_equal(found["lm_head.weight"], found["transformer.vocab_embedding.weight"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "name", "told"),
     [
@@ -478,6 +479,7 @@ def test_experts_that_are_stored_in_columns(convert: Converter, tmp_path: Path) 
     assert all(np.array_equal(found[name], value) for name, value in plain.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapper_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
     """Saved by transformers itself, with its vision tower."""

@@ -446,6 +446,7 @@ def test_numbers_without_a_place_are_refused(name: str, convert: Converter, tmp_
     assert "--dequantize" in error.hint
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "section", "message"),
     [
@@ -541,6 +542,7 @@ def damage(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return changed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind", "change", "message"),
     [

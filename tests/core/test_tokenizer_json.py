@@ -102,6 +102,7 @@ def read(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "named", "model_type", "ends"),
     cover(itertools.product(KINDS, CLASSES, MODEL_TYPES, ("", "b", "be"))),
@@ -121,6 +122,7 @@ def test_ids_and_texts_are_those_of_package_tokenizers(
     assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("named", "follows"),
     [

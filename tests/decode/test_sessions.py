@@ -363,6 +363,7 @@ def test_a_folder_lists_its_blocks_by_their_names(tmp_path: Path) -> None:
 POINTS = [("before", 0), ("half", 1), ("before rename", 2), ("after", 1)]
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(("moment", "number"), POINTS)
 def test_a_killed_process_loses_its_newest_turn_at_most(

@@ -45,6 +45,7 @@ COMMANDS = {
 LIMITS = (100, 2500, 300_000)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_bytes", LIMITS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_is_told(

@@ -350,6 +350,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("scheduler", "changes", "fact", "hint"), REFUSED)
 def test_recipes_that_are_refused(
     scheduler: str, changes: dict[str, Any], fact: str, hint: str, here: Path

@@ -206,6 +206,7 @@ def find_fault(engine: Path) -> str:
     return fact
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("damage", "fact"),
     [

@@ -71,6 +71,7 @@ def take(line: str, tokenizer: Any) -> list[Request]:
     return requests
 
 
+@pytest.mark.thorough
 @fuzz(1000)
 @given(entry=make_entry(), ascii_only=st.booleans())
 def test_values(entry: dict[str, Any], ascii_only: bool, tokenizer: Any) -> None:

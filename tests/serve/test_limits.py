@@ -72,6 +72,7 @@ def test_an_output_of_messages_ends_with_the_context(
     assert answer["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_predict", [4096, -1, -2])
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_output_of_ollama_ends_with_the_context(url: str, path: str, num_predict: int) -> None:

@@ -200,6 +200,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", REFUSED)
 def test_other_states_are_refused(
     fault: str, run_train: Any, inputs: Any, tmp_path: Path, shared: Path, extractor: Extractor

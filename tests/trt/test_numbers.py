@@ -81,6 +81,7 @@ def test_half_precision(dtype: str, tolerance: float, tmp_path: Path) -> None:
     assert measure(ours, theirs) < tolerance
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [("int8",), ("int4", "--group-size", 32)])
 def test_quantized_weights(flags: tuple[object, ...], tmp_path: Path) -> None:
     checkpoint = convert(tmp_path, "float32", "Qwen2ForCausalLM-plain")

@@ -190,6 +190,7 @@ def on_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     assert Stream.waits == [0, OWN_STREAM] * (len(Stream.waits) // 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("on_double")
 def test_engines_run_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With EAGLE-3, which has every kind of network."""
