@@ -24,6 +24,7 @@ from specdec.text.pretrained import load_tokenizer
 from specdec.trtllm.facts import LABELS
 from tests.conftest import read_error_lines, run_cli
 from tests.forks import fork, run_main
+from tests.trtllm.runtime_double import free_memory
 from tests.trtllm.worlds import (
     PAGED,
     WAYS,
@@ -136,6 +137,7 @@ def run_copies(*args: object, stdin: str, env: Mapping[str, str]) -> CompletedPr
 
     def work() -> None:
         forget_runtime()
+        free_memory()
         # Left of the first process; by pytest the double knows that it does not end.
         atexit._clear()
         sys.modules.pop("pytest")
