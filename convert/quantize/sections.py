@@ -230,16 +230,15 @@ def holds_blocks(folder: HfFolder) -> bool:
     return any(method in IN_BLOCKS for method, _ in read_sections(folder))
 
 
-# How a quantizer of AWQ or GPTQ worked, in transformers 5 both the same; tensors show the rest.
-OF_THE_QUANTIZER = (
+# Keys that say how AWQ or GPTQ quantized, which transformers 5 writes for both; they change nothing
+# in what the tensors hold.
+QUANTIZER_KEYS = (
     "damp_percent", "true_sequential", "act_group_aware", "dataset", "tokenizer", "lm_head", "meta",
     "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
     "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "model_seqlen",
 )  # fmt: skip
-
-
-# AutoRound's, where it writes GPTQ's layout.
-OF_AUTOROUND = (
+# Keys of that kind that AutoRound writes, where it writes GPTQ's layout.
+AUTOROUND_KEYS = (
     "autoround_version", "iters", "nsamples", "seqlen", "lr", "minmax_lr", "train_bs",
     "gradient_accumulate_steps", "low_gpu_mem_usage", "enable_minmax_tuning",
     "enable_norm_bias_tuning", "enable_quanted_input", "scale_dtype", "provider",
@@ -273,7 +272,7 @@ def _read_awq(section: Section) -> Scheme:
     size = section.take_group_size(128)
     section.skip(
         "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
-        "exllama_config", "sym", "desc_act", *OF_THE_QUANTIZER,
+        "exllama_config", "sym", "desc_act", *QUANTIZER_KEYS,
     )  # fmt: skip
     make = functools.partial(matrices.AwqMatrix, group_size=size, is_symmetric=not has_zeros)
     return Scheme(name="awq", bits=4, description=f"AWQ, group_size {size}", make=make)
@@ -297,7 +296,7 @@ def _read_gptq(section: Section) -> Scheme:
     section.skip(
         "damp_auto_increment", "static_groups", "mse", "model_name_or_path",
         "model_file_base_name", "use_exllama", "disable_exllama", "exllama_config",
-        "use_cuda_fp16", "backend", "quantizer", "hyb_act", *OF_THE_QUANTIZER, *OF_AUTOROUND,
+        "use_cuda_fp16", "backend", "quantizer", "hyb_act", *QUANTIZER_KEYS, *AUTOROUND_KEYS,
     )  # fmt: skip
     make = functools.partial(
         matrices.GptqMatrix, group_size=size, bits=bits, zero_offset=int(kind == "gptq"),
