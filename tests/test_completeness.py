@@ -105,6 +105,7 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
         "calibration",
         "defaults",
         "devices",
+        "drift",
         "forecast",
         "joined",
         "merging",

@@ -119,12 +119,12 @@ class Probe(PacedDrafter):
         self.pace: ForcedPace = ForcedPace(
             self.max_draft_tokens, FREE_COSTS, is_whole=pace.is_whole, is_planned=pace.is_planned
         )
-        self.seconds, self._clock, self._vocab_size = 0.0, clock, vocab_size
+        self.seconds, self._draft_clock, self._vocab_size = 0.0, clock, vocab_size
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        start_time = self._clock()
+        start_time = self._draft_clock()
         drafts = super().propose(requests)
-        self.seconds = self._clock() - start_time
+        self.seconds = self._draft_clock() - start_time
         if self.is_indivisible or any(c.draft_probs is not None for c in drafts):
             return drafts
         self._drafts = [self._fit(candidates) for candidates in drafts]

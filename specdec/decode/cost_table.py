@@ -1,7 +1,7 @@
 """Seconds of steps and of drafts on one machine, by their sizes: measured once, then only read.
 
 `cost_measuring` measures a table, `cost_keeping` keeps it; while texts are written nothing in it
-changes, so that the same table and the same seed give the same drafts.
+changes. `drafters/drift.py` tells how far steps have drifted from it, where memory sets their time.
 """
 
 from __future__ import annotations

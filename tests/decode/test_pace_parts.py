@@ -5,7 +5,7 @@ Their decisions together are in tests/run/test_pace.py and test_pace_simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import create_autospec
@@ -26,6 +26,13 @@ from specdec.decode.drafters.calibration import (
     follow_chances,
     follow_text,
     read_confidence,
+)
+from specdec.decode.drafters.drift import (
+    FIRST_PLAIN_STEP,
+    MAX_RATIO,
+    MAX_WEIGHT,
+    PLAIN_STEPS,
+    Drift,
 )
 from specdec.decode.drafters.forecast import DrafterSet, forecast_steps
 from specdec.decode.drafters.joined import JoinedDrafter
@@ -515,3 +522,96 @@ def test_a_drafter_that_does_not_pay_rests() -> None:
             drafter.observe(make_requests(7), STATES, [[0]])
     assert rests > 80
     assert len(member.asked) < 5
+
+
+# ---- Drift of the costs.
+
+
+def test_steps_drift_by_classes_and_none_is_dearer_than_a_larger_one() -> None:
+    drift = Drift()
+    counts, table = [1, 2, 5, 9, 17], [1.0, 1.0, 1.2, 2.0, 4.0]
+
+    def record(num_tokens: int, table_seconds: float, seconds: float) -> list[float]:
+        for _ in range(200):
+            drift.record(num_tokens, table_seconds, seconds)
+        return drift.correct(counts, table)
+
+    assert drift.correct(counts, table) == table
+    # Classes without a timed step drift as the nearest below does, else the nearest above.
+    assert record(7, 1.2, 1.8) == pytest.approx([1.5, 1.5, 1.8, 3.0, 6.0])
+    assert record(3, 1.0, 0.6) == pytest.approx([0.6, 0.6, 1.8, 3.0, 6.0])
+    assert record(16, 2.0, 1.0) == pytest.approx([0.6, 0.6, 1.0, 1.0, 2.0])
+    assert record(1, 1.0, 0.9) == pytest.approx([0.6, 0.6, 1.0, 1.0, 2.0])
+
+
+def test_one_delayed_step_hardly_counts() -> None:
+    drift = Drift()
+    for _ in range(MAX_WEIGHT):
+        drift.record(1, 1.0, 1.0)
+    drift.record(1, 1.0, 100.0)
+    assert drift.correct([1], [1.0]) == pytest.approx([1 + (MAX_RATIO - 1) / MAX_WEIGHT])
+    drift = Drift()
+    drift.record(1, 1.0, 0.0)  # the first of a class counts as much as the table
+    assert drift.correct([1], [1.0]) == pytest.approx([(1 + 1 / MAX_RATIO) / 2])
+
+
+def test_a_plain_step_is_due_where_all_steps_are_drafted() -> None:
+    drift = Drift()
+    for first, num_steps in ((True, FIRST_PLAIN_STEP), (False, PLAIN_STEPS)):
+        for step in range(num_steps):
+            assert not drift.needs_plain, (first, step)
+            drift.record(3, 1.0, 1.0)
+        assert drift.needs_plain
+        drift.record(4, 1.0, 1.0, is_plain=True)  # of four requests
+
+
+class Steps:
+    """A clock that a step of a number of nodes moves on."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.now, self.seconds = 1.0, seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, drafter: PacedDrafter, *, num_accepted: int) -> int:
+        """Run a step of one request; return its nodes."""
+        if drafter.rests(1):
+            drafter.skip(1)
+            drafts = []
+        else:
+            drafts = drafter.propose(make_requests(7))
+        size = drafts[0].tree.num_nodes if drafts else 1
+        self.now += self.seconds(size)
+        drafter.observe(make_requests(7), STATES, [[*range(min(size, 1 + num_accepted))]])
+        return size
+
+
+def test_a_table_of_a_slow_minute_is_set_right_by_the_steps() -> None:
+    """In it nodes cost nothing; here each costs a plain step, and one of three is right."""
+    draft = make_draft([7, 1, 2, 3], [-1, 0, 1, 2], [1.0, 0.4, 0.4, 0.4])
+    costs = make_costs(step=lambda tokens: 1.0 + 0.001 * tokens, draft=lambda levels: 0.0)
+    sizes: dict[bool, list[int]] = {}
+    for is_timed in (False, True):
+        steps = Steps(lambda size: 0.5 * size)
+        clock = steps if is_timed else None
+        drafter = PacedDrafter([[Scripted({7: draft})]], costs, clock=clock)
+        sizes[is_timed] = [steps.run(drafter, num_accepted=n % 3 == 0) for n in range(300)]
+    assert set(sizes[False]) == {4}
+    assert sizes[True][0] == 4
+    assert np.mean(sizes[True][100:]) < 1.5
+
+
+def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:
+    def run(draft: Candidates, num_prompt_tokens: int) -> list[float]:
+        steps = Steps(lambda size: 2.0)
+        drafter = PacedDrafter([[Scripted({7: draft})]], CHEAP, clock=steps)
+        for _ in range(20):
+            drafter.plan_step(num_prompt_tokens, None)
+            steps.run(drafter, num_accepted=1)
+        return drafter.pace.drift.correct([1, 2, 3], [1.0, 1.0, 1.0])
+
+    sure = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.9, 0.9])
+    drawn = Candidates(sure.tree, [torch.ones(9) / 9] * 2, sure.confidence)
+    assert max(run(sure, 0)) > 1.5
+    assert run(sure, 8) == run(drawn, 0) == [1.0, 1.0, 1.0]

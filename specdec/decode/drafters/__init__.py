@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from specdec.decode.cost_table import CostTable
 from specdec.engine.integers import widen_integers
@@ -21,6 +24,7 @@ from specdec.options import list_given, name_flag
 from specdec.system import logs
 
 from .base import DraftContext, Drafter, EngineHandle, check_draft_room
+from .drift import LEAST_SECONDS
 from .paced import PacedDrafter
 
 logger = logs.get_logger(__name__)
@@ -294,7 +298,14 @@ def _pace_groups(
         groups, costs, is_fixed=not drafting.has_budget, record=record,
         recorded_drafter=has_weights.index(True) if any(has_weights) else 0,
         names=[name_methods((group,)) for group in methods],
+        clock=time.perf_counter if _is_slow(engine, costs) else None,
     )  # fmt: skip
+
+
+def _is_slow(engine: EngineHandle, costs: CostTable) -> bool:
+    """Return whether memory sets the time of an engine's plain steps."""
+    plain_seconds = float(costs.estimate_steps(1, np.ones(1))[0])
+    return engine.device.type == "cpu" and plain_seconds > LEAST_SECONDS
 
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
 from specdec.decode.drafters.calibration import Calibration, DrafterValue, sum_chances
+from specdec.decode.drafters.drift import Drift
 from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
 from specdec.files.acceptance import Acceptance
 
@@ -50,8 +51,8 @@ class Pace:
     all of them; all are tried again after a while.
 
     An `Account` is kept: no draft may lose more than it allows, if no more of it is accepted than
-    the drafts before have shown. A plan serves for some steps, since it takes time. No clock is
-    read: what everything costs stands in the table.
+    the drafts before have shown. A plan serves for some steps, since it takes time. What everything
+    costs stands in the table; `take_seconds` tells how far steps have drifted from it.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Pace:
         self._num_rows = 0  # of the step that was planned last
         # Sizes that a plan chooses between: drafted nodes of a row.
         self._sizes = [max_tokens] if is_whole else [*range(1, max_tokens + 1)]
-        nodes = np.array([1, *(size + 1 for size in self._sizes)])
+        self._nodes = nodes = np.array([1, *(size + 1 for size in self._sizes)])
         self._estimate_steps = functools.lru_cache(maxsize=32)(
             lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
         )
         # Of a plain step, and of one that verifies each size; before the first plan there was none.
         self._step_seconds = [0.0] * len(nodes)
+        self._table_seconds = self._step_seconds  # without the drift
+        self.drift = Drift()
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._loss_allowance = math.inf  # seconds that the step may lose
@@ -141,7 +144,9 @@ class Pace:
             return True
         self.learn()
         seconds = self._estimate_steps(num_rows, num_prompt_tokens)
-        self._step_seconds = (seconds + num_positions * self.costs.context).tolist()
+        self._table_seconds = (seconds + num_positions * self.costs.context).tolist()
+        token_counts = (num_rows * self._nodes).tolist()
+        self._step_seconds = self.drift.correct(token_counts, self._table_seconds)
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
         left_out = self.forecast.left_out
@@ -378,6 +383,13 @@ class Pace:
                 value.ask(*uses_by_drafter.get(number, (0.0, None)))
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
+
+    def take_seconds(self, size: int, seconds: float) -> None:
+        """Take the seconds of the newest step without its drafts. size: of its largest tree."""
+        table_seconds = self._table_seconds[-1 if self.is_whole and size > 1 else size - 1]
+        if table_seconds:  # else nothing was planned yet
+            num_tokens = self._num_rows * size
+            self.drift.record(num_tokens, table_seconds, seconds, is_plain=size == 1)
 
     def learn(self) -> None:
         """Learn from the newest steps."""

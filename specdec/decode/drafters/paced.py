@@ -9,7 +9,7 @@ Whoever drafts, the target's own choices are emitted: docs/exactness.md, theorem
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specdec.decode.accept import Candidates
 from specdec.decode.cost_table import CostTable
@@ -35,13 +35,15 @@ class PacedDrafter(JoinedDrafter):
     def __init__(
         self, groups: Sequence[Sequence[Drafter]], costs: CostTable, *, is_fixed: bool = False,
         record: Acceptance | None = None, recorded_drafter: int = 0, names: Sequence[str] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """Join drafters under one pace.
 
         groups: they draft by turns, the cheapest first; the members of one share a tree. names: of
         the groups, by which requests choose one; none where no request chooses or limits.
         costs: of the target's steps, and of each group's drafts. is_fixed: something is drafted in
-        every step, and all of it is verified. record, recorded_drafter: as in `Pace`.
+        every step, and all of it is verified. record, recorded_drafter: as in `Pace`. clock: in
+        seconds, by which steps are held against the table; none where they are not.
         """
         super().__init__(groups)
         self.is_fixed, self.names = is_fixed, names
@@ -53,6 +55,7 @@ class PacedDrafter(JoinedDrafter):
             max_depths=[max(d.max_draft_depth for d in group) for group in groups],
             record=record, recorded_drafter=recorded_drafter,
         )  # fmt: skip
+        self._clock, self._start_time = clock, 0.0  # when the newest step's drafts were made
         self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
         # By row, the chances of a draft's nodes, best first, and the nodes; and the draft's value.
@@ -64,7 +67,7 @@ class PacedDrafter(JoinedDrafter):
     def fit_budget(self) -> PacedDrafter:
         """Return the members as they draft where only what is worth its time is verified."""
         groups = [[member.fit_budget() for member in group] for group in self.groups]
-        return PacedDrafter(groups, self.pace.costs, names=self.names)
+        return PacedDrafter(groups, self.pace.costs, names=self.names, clock=self._clock)
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was learned of acceptance, and the account, go on."""
@@ -81,12 +84,31 @@ class PacedDrafter(JoinedDrafter):
     def skip(self, num_requests: int) -> None:
         self._drafts = []
         self.pace.skip(num_requests)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Note when a step begins whose seconds are to be taken, as drafts are made."""
+        is_timed = self._clock is not None and not self.num_prompt_tokens
+        self._start_time = self._clock() if self._clock is not None and is_timed else 0.0
+
+    def _end_step(self, size: int) -> None:
+        """Take the seconds of a step whose largest tree has `size` nodes, if it is timed."""
+        if any(candidates.draft_probs is not None for candidates in self._drafts):
+            self._clock = None  # a seed decides what is drawn, and nothing else
+        elif self._clock is not None and self._start_time:
+            self.pace.take_seconds(size, self._clock() - self._start_time)
+        self._start_time = 0.0
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
+        drafts = self._propose(requests)
+        self._begin_step()
+        return drafts
+
+    def _propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         self._drafts, self._ranks, self._values = [], {}, {}
         self._displaced, self.num_prefilled = [], 0
         if not (self._plan(requests) or self.is_fixed):
@@ -116,6 +138,9 @@ class PacedDrafter(JoinedDrafter):
     def _plan(self, requests: Sequence[ActiveRequest]) -> bool:
         """Return whether the pace lets the step draft."""
         if not self.is_fixed and self.pace.rest_step(len(requests)):
+            return False
+        if self.pace.drift.needs_plain and not self.is_fixed:
+            self.pace.skip(len(requests))
             return False
         remaining = [request.remaining for request in requests]
         num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
@@ -197,6 +222,7 @@ class PacedDrafter(JoinedDrafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts only."""
+        self._end_step(max((c.tree.num_nodes for c in self._drafts), default=1))
         super().observe(requests, states, paths)
         if not self._drafts:
             return

@@ -1,0 +1,62 @@
+"""Drift of the costs of steps from those of the table, where other programs share the memory.
+
+Steps of a model that no cache holds take as long as its weights take to be read, and how fast
+memory is changes within minutes on a machine that others share: by up to twice in a cloud. A table
+of a slow minute makes drafts of eight tokens look as if they cost nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+LEAST_SECONDS = 0.01  # of a plain step that memory bounds; shorter ones vary more than they drift
+BOUNDS = (1, 4, 8, 16)  # most tokens of a step's class; the last class has those above
+MAX_WEIGHT = 10  # steps of a class that count as much as the newest and those before it
+FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
+PLAIN_STEPS = 64  # drafted steps after which a plain one is timed again, if there was none
+MAX_RATIO = 2.0  # that one step may show, either way
+
+
+class Drift:
+    """Seconds that steps take now over those of the table, by classes of their tokens.
+
+    A class of which no step was timed drifts as the nearest one below does, else the one above: so
+    what may pay is tried. No step is dearer than a larger one. needs_plain: whether so many drafted
+    steps were timed since the last plain one that the next step should be plain.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, float] = {}  # of the classes of which a step was timed
+        self._counts: dict[int, int] = {}  # timed steps of a class
+        self._steps_to_plain = FIRST_PLAIN_STEP
+
+    @property
+    def needs_plain(self) -> bool:
+        return self._steps_to_plain <= 0
+
+    def record(
+        self, num_tokens: int, table_seconds: float, seconds: float, *, is_plain: bool = False
+    ) -> None:
+        """Take the seconds of a step of so many tokens, and what the table says of it."""
+        number = _find_class(num_tokens)
+        known_ratio, count = self._find_ratio(number), self._counts.get(number, 0) + 1
+        ratio = min(max(seconds / table_seconds, 1 / MAX_RATIO), MAX_RATIO)
+        self._ratios[number] = known_ratio + (ratio - known_ratio) / min(count + 1, MAX_WEIGHT)
+        self._counts[number] = count
+        self._steps_to_plain = PLAIN_STEPS if is_plain else self._steps_to_plain - 1
+
+    def correct(self, token_counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
+        """Return the seconds that steps of rising numbers of tokens take, by the table's."""
+        pairs = zip(token_counts, seconds, strict=True)
+        drifted = [value * self._find_ratio(_find_class(count)) for count, value in pairs]
+        return [*itertools.accumulate(reversed(drifted), min)][::-1]
+
+    def _find_ratio(self, number: int) -> float:
+        below = [known for known in self._ratios if known <= number]
+        nearest = max(below) if below else min(self._ratios, default=None)
+        return 1.0 if nearest is None else self._ratios[nearest]
+
+
+def _find_class(num_tokens: int) -> int:
+    return next((n for n, bound in enumerate(BOUNDS) if num_tokens <= bound), len(BOUNDS))
