@@ -188,7 +188,9 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     drafters: dict[str | None, Path | None] = {None: None}
     if args.drafters is not None:
         folders = [config.parent for config in args.drafters.glob("*/config.json")]
-        found = sorted([*folders, *args.drafters.glob("*.gguf")])
+        # A draft model is no drafter of an engine's own, which alone drafts without a flag.
+        models_there = [] if args.default else args.drafters.glob("*.gguf")
+        found = sorted([*folders, *models_there])
         drafters |= {path.stem if path.is_file() else path.name: path for path in found}
     for name, folder in drafters.items():
         print(f"{name or 'methods without a drafter'}:", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ LEAST_SECONDS = 0.01  # of a plain step that memory bounds; shorter ones vary mo
 BOUNDS = (1, 4, 8, 16)  # most tokens of a step's class; the last class has those above
 MAX_WEIGHT = 10  # steps of a class that count as much as the newest and those before it
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
-PLAIN_STEPS = 64  # drafted steps after which a plain one is timed again, if there was none
+PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
 MAX_RATIO = 2.0  # that one step may show, either way
 
 
