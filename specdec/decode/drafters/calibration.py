@@ -185,6 +185,8 @@ def read_confidence(candidates: Candidates) -> Array:
     if candidates.confidence is not None:
         return np.fmax(candidates.confidence, 0.0)
     tree = candidates.tree
+    if tree.num_nodes == 1:  # as where a lookup finds nothing
+        return np.ones(1)
     order = np.argsort(tree.parents, kind="stable")
     _, starts, counts = np.unique(tree.parents[order], return_index=True, return_counts=True)
     ranks = np.empty(tree.num_nodes, np.int64)

@@ -48,6 +48,8 @@ class Drift:
 
     def correct(self, token_counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
         """Return the seconds that steps of rising numbers of tokens take, by the table's."""
+        if not self._ratios:
+            return [*seconds]
         pairs = zip(token_counts, seconds, strict=True)
         drifted = [value * self._find_ratio(_find_class(count)) for count, value in pairs]
         return [*itertools.accumulate(reversed(drifted), min)][::-1]

@@ -83,7 +83,8 @@ class Pace:
         self._num_rows = 0  # of the step that was planned last
         # Sizes that a plan chooses between: drafted nodes of a row.
         self._sizes = [max_tokens] if is_whole else [*range(1, max_tokens + 1)]
-        self._nodes = nodes = np.array([1, *(size + 1 for size in self._sizes)])
+        self._nodes = [1, *(size + 1 for size in self._sizes)]
+        nodes = np.array(self._nodes)
         self._estimate_steps = functools.lru_cache(maxsize=32)(
             lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
         )
@@ -93,6 +94,7 @@ class Pace:
         self.drift = Drift()
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
+        self._level_price: float | None = None  # of that plan, once it is asked for
         self._loss_allowance = math.inf  # seconds that the step may lose
         # Drafts to be learned from: their set, requests, promised tokens, nodes of the largest.
         self._promises: list[tuple[DrafterSet, int, list[float], int]] = []
@@ -142,17 +144,22 @@ class Pace:
         readers = frozenset(n for n, few in enumerate(unread_counts) if few > FEW_UNREAD_TOKENS)
         if is_kept and readers <= self.forecast.left_out:
             return True
+        self._level_price = None
         self.learn()
         seconds = self._estimate_steps(num_rows, num_prompt_tokens)
         self._table_seconds = (seconds + num_positions * self.costs.context).tolist()
-        token_counts = (num_rows * self._nodes).tolist()
-        self._step_seconds = self.drift.correct(token_counts, self._table_seconds)
+        self._step_seconds = self._correct(self._table_seconds)
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
         left_out = self.forecast.left_out
         num_unread = sum(n for number, n in enumerate(unread_counts) if number not in left_out)
         self._decide(num_unread, seconds_ahead)
         return self.drafts_on
+
+    def _correct(self, table_seconds: Sequence[float]) -> list[float]:
+        """Return the seconds of steps of all sizes, with their drift."""
+        token_counts = [self._num_rows * nodes for nodes in self._nodes]
+        return self.drift.correct(token_counts, table_seconds)
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -294,6 +301,11 @@ class Pace:
         """
         if self.is_brief:
             return math.inf
+        if self._level_price is None:
+            self._level_price = self._find_level_price()
+        return self._level_price
+
+    def _find_level_price(self) -> float:
         # That a draft is verified at all is paid for already. Up to the best size, a level's token
         # costs what one of these does on average: beyond it costs may rise far more steeply.
         size = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
