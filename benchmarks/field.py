@@ -189,8 +189,8 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     if args.drafters is not None:
         folders = [config.parent for config in args.drafters.glob("*/config.json")]
         # A draft model is no drafter of an engine's own, which alone drafts without a flag.
-        models_there = [] if args.default else args.drafters.glob("*.gguf")
-        found = sorted([*folders, *models_there])
+        draft_models = [] if args.default else args.drafters.glob("*.gguf")
+        found = sorted([*folders, *draft_models])
         drafters |= {path.stem if path.is_file() else path.name: path for path in found}
     for name, folder in drafters.items():
         print(f"{name or 'methods without a drafter'}:", file=sys.stderr, flush=True)

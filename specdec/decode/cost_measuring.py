@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from specdec.decode.accept import Candidates
-from specdec.decode.cost_table import CostTable, Curve, Grid, smooth
+from specdec.decode.cost_table import SLOW_SECONDS, CostTable, Curve, Grid, smooth
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
 from specdec.decode.drafters.paced import PacedDrafter
@@ -39,7 +39,6 @@ COUNTED_STEPS = 2  # of one kind in a row
 PLAIN_WARM_STEPS = 5  # plain steps before those that are counted
 PLAIN_COUNTED_STEPS = 6  # plain steps in a row
 MAX_ROUNDS = 8  # in which each kind of step has its turn
-SLOW_SECONDS = 0.01  # of a plain step that reads so much that it leaves nothing in caches
 DEAR_RATIO = 2.0  # of a step's seconds to a plain one's, above which computing sets its time
 LEAST_PROMPT = 2  # tokens of a prompt, where reading it takes long
 SHORT_PROMPT = 8  # tokens of a prompt whose reading is not measured, at most

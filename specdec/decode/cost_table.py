@@ -18,6 +18,8 @@ import numpy as np
 from specdec.engine.transfers import Array
 from specdec.model.bounds import MAX_SIZE
 
+SLOW_SECONDS = 0.01  # of a plain step that reads so much that it leaves nothing in caches
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:

@@ -602,6 +602,23 @@ def test_a_table_of_a_slow_minute_is_set_right_by_the_steps() -> None:
     assert np.mean(sizes[True][100:]) < 1.5
 
 
+def test_a_plain_step_that_is_due_waits_until_it_can_be_timed() -> None:
+    """Prompts in every step would let none draft otherwise; and other requests have other costs."""
+    draft = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.9, 0.9])
+    steps = Steps(lambda size: 1.0)
+    drafter = PacedDrafter([[Scripted({7: draft})]], CHEAP, clock=steps)
+    for _ in range(FIRST_PLAIN_STEP):
+        assert steps.run(drafter, num_accepted=2) == 3
+    assert drafter.pace.drift.needs_plain
+    drafter.plan_step(8, None)
+    for _ in range(20):
+        assert steps.run(drafter, num_accepted=2) == 3
+    drafter.plan_step(0, None)
+    assert steps.run(drafter, num_accepted=0) == 1
+    assert not drafter.pace.drift.needs_plain
+    assert steps.run(drafter, num_accepted=2) == 3
+
+
 def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:
     def run(draft: Candidates, num_prompt_tokens: int) -> list[float]:
         steps = Steps(lambda size: 2.0)

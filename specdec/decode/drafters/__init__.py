@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from specdec.decode.cost_table import CostTable
+from specdec.decode.cost_table import SLOW_SECONDS, CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.engine.native_matrices import Weight
@@ -24,7 +22,6 @@ from specdec.options import list_given, name_flag
 from specdec.system import logs
 
 from .base import DraftContext, Drafter, EngineHandle, check_draft_room
-from .drift import LEAST_SECONDS
 from .paced import PacedDrafter
 
 logger = logs.get_logger(__name__)
@@ -304,8 +301,7 @@ def _pace_groups(
 
 def _is_slow(engine: EngineHandle, costs: CostTable) -> bool:
     """Return whether memory sets the time of an engine's plain steps."""
-    plain_seconds = float(costs.estimate_steps(1, np.ones(1))[0])
-    return engine.device.type == "cpu" and plain_seconds > LEAST_SECONDS
+    return engine.device.type == "cpu" and costs.steps.estimate_one(1, 1) > SLOW_SECONDS
 
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-LEAST_SECONDS = 0.01  # of a plain step that memory bounds; shorter ones vary more than they drift
 BOUNDS = (1, 4, 8, 16)  # most tokens of a step's class; the last class has those above
-MAX_WEIGHT = 10  # steps of a class that count as much as the newest and those before it
+MAX_WEIGHT = 10  # steps of a class among which the newest counts as one, at most
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
 PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
 MAX_RATIO = 2.0  # that one step may show, either way

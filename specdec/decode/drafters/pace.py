@@ -385,7 +385,7 @@ class Pace:
         rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
         estimate = self.costs.estimate_draft
         seconds = sum(estimate(n, levels, drafter) for drafter, n, levels in draft_calls)
-        seconds += self._step_seconds[-1 if self.is_whole and size > 1 else size - 1]
+        seconds += self._step_seconds[self._find_place(size)]
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
         self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)
         self.account.add(seconds - plain_seconds, lost_seconds, is_trial=self.is_trial)
@@ -396,9 +396,13 @@ class Pace:
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
 
+    def _find_place(self, size: int) -> int:
+        """Return the place, among seconds of steps, of one whose largest tree has `size` nodes."""
+        return -1 if self.is_whole and size > 1 else size - 1
+
     def take_seconds(self, size: int, seconds: float) -> None:
         """Take the seconds of the newest step without its drafts. size: of its largest tree."""
-        table_seconds = self._table_seconds[-1 if self.is_whole and size > 1 else size - 1]
+        table_seconds = self._table_seconds[self._find_place(size)]
         if table_seconds:  # else nothing was planned yet
             num_tokens = self._num_rows * size
             self.drift.record(num_tokens, table_seconds, seconds, is_plain=size == 1)

@@ -86,18 +86,24 @@ class PacedDrafter(JoinedDrafter):
         self.pace.skip(num_requests)
         self._begin_step()
 
-    def _begin_step(self) -> None:
-        """Note when a step begins whose seconds are to be taken, as drafts are made."""
-        is_timed = self._clock is not None and not self.num_prompt_tokens
-        self._start_time = self._clock() if self._clock is not None and is_timed else 0.0
+    @property
+    def _step_clock(self) -> Callable[[], float] | None:
+        """Return the clock by which the step is timed, if it is: one that reads prompts is not."""
+        return None if self.num_prompt_tokens else self._clock
 
-    def _end_step(self, size: int) -> None:
-        """Take the seconds of a step whose largest tree has `size` nodes, if it is timed."""
+    def _begin_step(self) -> None:
+        """Note when a step begins that is timed, once its drafts are made."""
+        clock = self._step_clock
+        self._start_time = clock() if clock is not None else 0.0
+
+    def _end_step(self) -> None:
+        """Take the seconds of a step that is timed."""
+        start_time, self._start_time = self._start_time, 0.0
         if any(candidates.draft_probs is not None for candidates in self._drafts):
             self._clock = None  # a seed decides what is drawn, and nothing else
-        elif self._clock is not None and self._start_time:
-            self.pace.take_seconds(size, self._clock() - self._start_time)
-        self._start_time = 0.0
+        elif self._clock is not None:
+            size = max((candidates.tree.num_nodes for candidates in self._drafts), default=1)
+            self.pace.take_seconds(size, self._clock() - start_time)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
@@ -139,15 +145,13 @@ class PacedDrafter(JoinedDrafter):
         """Return whether the pace lets the step draft."""
         if not self.is_fixed and self.pace.rest_step(len(requests)):
             return False
-        if self.pace.drift.needs_plain and not self.is_fixed:
-            self.pace.skip(len(requests))
-            return False
         remaining = [request.remaining for request in requests]
         num_positions = sum(len(r.request.input_ids) + len(r.output_ids) for r in requests)
         unread_counts: list[int] = []  # with none, what is unread ends no draft
         if not self.is_fixed:
             unread_counts = [sum(m.count_unread(requests) for m in g) for g in self.groups]
-        return self.pace.plan(remaining, self.num_prompt_tokens, unread_counts, num_positions)
+        is_worth = self.pace.plan(remaining, self.num_prompt_tokens, unread_counts, num_positions)
+        return is_worth and not (self._step_clock is not None and self.pace.drift.needs_plain)
 
     def _instruct(self) -> None:
         """Tell the drafters how much they may read and draft in the step."""
@@ -222,7 +226,8 @@ class PacedDrafter(JoinedDrafter):
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
         """Let all see the step; note what it brought, unless it was one over prompts only."""
-        self._end_step(max((c.tree.num_nodes for c in self._drafts), default=1))
+        if self._start_time:
+            self._end_step()
         super().observe(requests, states, paths)
         if not self._drafts:
             return

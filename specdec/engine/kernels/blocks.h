@@ -164,8 +164,8 @@ struct BlockMatrix {
     // Sums of floats are not in use while those of integers are, which are of a whole group: to put them
     // down once in a group costs less than to spread each input twice. Measured with AVX2's sums of 16 bits;
     // and on Zen 5, where it pays with up to 10 rows if codes are taken apart.
-    constexpr bool kIsBetween = kMultipliesBytes && kVector == 16 && kBits < 8 && M <= 10;
-    constexpr bool kPutsFloatsDown = kIsUsual && (kHasShorts ? kRegisters == 16 : kIsBetween);
+    constexpr bool kSpreadsOften = kMultipliesBytes && kVector == 16 && kBits < 8 && M <= 10;
+    constexpr bool kPutsFloatsDown = kIsUsual && (kHasShorts ? kRegisters == 16 : kSpreadsOften);
     constexpr int64_t kSumsInUse = kPutsFloatsDown ? kWords * M : 2 * kWords * M;
     constexpr bool kFits = kSumsInUse + 4 <= kRegisters && (kIsUsual || M <= 2);
     constexpr int64_t kAtOnce = kFits || (kIsUsual && kLanes > 1) ? kWords : 1;
