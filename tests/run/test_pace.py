@@ -324,3 +324,37 @@ def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
     assert drafting > 400
     assert (np.mean(alone) > 0.7) == is_alone
     assert not all(alone), "the chain is tried"
+
+
+def make_chain_pace() -> Pace:
+    """A pace of two drafters: the first is cheap, the second is asked for three of ten requests."""
+    drafts = make_grid(lambda _: 0.02), make_grid(lambda _: 1.0)
+    pace = Pace(4, CostTable(steps=make_grid(FLAT), drafts=drafts, reading=0.01), max_depths=(4, 4))
+    for drafter_set, gains in (
+        (pace.chain, [0.8, 1.4, 1.8, 2.0]),
+        (pace.first, [0.5, 0.7, 0.8, 0.8]),
+    ):
+        for _ in range(50):
+            drafter_set.promise.take_promised(1, gains, 4)
+        drafter_set.num_drafts = 50
+    pace.drafters[1].share = 0.3
+    pace.drafters[1].record([1.0] * 50)
+    return pace
+
+
+@pytest.mark.parametrize(("num_unread", "left_out"), [(800, set()), (1000, {1})])
+def test_prompts_are_read_where_all_drafters_save_more_than_that_takes(
+    num_unread: int, left_out: set[int]
+) -> None:
+    """However dear one draft of the second is: it is asked where the first has nothing."""
+    pace = make_chain_pace()
+    pace.account.lost_seconds = -100.0  # what was won may be spent on reading
+    assert pace.plan([64], unread_counts=(0, num_unread))
+    assert pace.forecast.left_out == left_out
+
+
+def test_drafters_without_the_first_are_asked_for_all_requests() -> None:
+    pace = make_chain_pace()
+    pace.plan([64], unread_counts=(0, 0))
+    assert pace._price_drafts(frozenset()) == pytest.approx(0.02 + 0.3)
+    assert pace._price_drafts(frozenset({0})) == pytest.approx(1.0)

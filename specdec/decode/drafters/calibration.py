@@ -46,6 +46,8 @@ class Calibration:
         self._accepted_weights, self._reached_weights = list[float](), list[float]()
         # Of each drafter's newest token; they grow, as older tokens count less.
         self._weights = list[float]()
+        # Lines of `_find_line`, by cell, until more is learned.
+        self._lines = dict[int, tuple[float, float]]()
         # Drafts to learn from, and their accepted paths.
         self._new_drafts: list[tuple[Candidates, Sequence[int]]] = []
         self._add_drafters(source + 1)
@@ -74,26 +76,27 @@ class Calibration:
 
     def estimate(self, *drafts: Candidates) -> list[float]:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
-        lines: dict[int, tuple[float, float]] = {}  # by cell: chance = base + rise * confidence
-        accepted_weights, reached_weights = self._accepted_weights, self._reached_weights
-        chances: list[float] = []
-        for cell, confidence in zip(*self._find_cells(drafts), strict=True):
-            if cell not in lines:
-                depths_cell = cell - cell % NUM_CELLS + cell % NUM_BUCKETS  # of all depths
-                trials = FIRST_TRIALS * self._weights[cell // NUM_CELLS]
-                cell_weight = reached_weights[cell] + trials
-                depths_weight = reached_weights[depths_cell] + trials
-                share = trials / cell_weight
-                base = accepted_weights[cell] / cell_weight
-                base += share * accepted_weights[depths_cell] / depths_weight
-                lines[cell] = base, share * trials / depths_weight
-            base, rise = lines[cell]
-            chances.append(min(base + rise * confidence, MAX_CHANCE))
-        start = 0
+        lines, chances = self._lines, list[float]()
         for candidates in drafts:
-            chances[start] = 1.0
-            start += candidates.tree.num_nodes
+            root = len(chances)
+            for cell, confidence in self._find_cells(candidates):
+                base, rise = lines.get(cell) or self._find_line(cell)
+                chances.append(min(base + rise * confidence, MAX_CHANCE))
+            chances[root] = 1.0
         return chances
+
+    def _find_line(self, cell: int) -> tuple[float, float]:
+        """Return a cell's base and rise, by which a chance is base + rise * confidence."""
+        accepted_weights, reached_weights = self._accepted_weights, self._reached_weights
+        depths_cell = cell - cell % NUM_CELLS + cell % NUM_BUCKETS  # of all depths
+        trials = FIRST_TRIALS * self._weights[cell // NUM_CELLS]
+        cell_weight = reached_weights[cell] + trials
+        depths_weight = reached_weights[depths_cell] + trials
+        share = trials / cell_weight
+        base = accepted_weights[cell] / cell_weight
+        base += share * accepted_weights[depths_cell] / depths_weight
+        self._lines[cell] = line = base, share * trials / depths_weight
+        return line
 
     def rank(self, drafts: Sequence[Candidates]) -> list[tuple[list[float], list[int]]]:
         """Return of each draft the chances of its nodes, best first, and these nodes."""
@@ -109,14 +112,13 @@ class Calibration:
 
     def learn(self) -> None:
         """Count the nodes of the newest drafts; only children of accepted ones were looked at."""
-        new_drafts, self._new_drafts = self._new_drafts, []
-        cells, start = self._find_cells([candidates for candidates, _ in new_drafts])[0], 0
+        new_drafts, self._new_drafts, self._lines = self._new_drafts, [], {}
         for candidates, path in new_drafts:
             if candidates.tree.num_nodes > 1:
+                cells = [cell for cell, _ in self._find_cells(candidates)]
                 weight = self._weights[candidates.source] = self._age(candidates.source)
                 for node, is_accepted in list_judged(candidates.tree, path):
-                    self._count(cells[start + node], weight, is_accepted)
-            start += candidates.tree.num_nodes
+                    self._count(cells[node], weight, is_accepted)
 
     def _age(self, source: int) -> float:
         """Return the weight of a drafter's newest token, beside which its older ones count less."""
@@ -133,18 +135,17 @@ class Calibration:
             self._reached_weights[counted_cell] += weight
             self._accepted_weights[counted_cell] += weight * is_accepted
 
-    def _find_cells(self, drafts: Sequence[Candidates]) -> tuple[list[int], list[float]]:
-        """Return the cells that count the nodes of some trees, and the drafter's confidences."""
-        cells, confidences = list[int](), list[float]()
-        for candidates in drafts:
-            first_cell, depths = NUM_CELLS * candidates.source, candidates.tree.depths.tolist()
-            node_confidences = read_confidence(candidates).tolist()
-            for depth, confidence in zip(depths, node_confidences, strict=True):
-                bucket = min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)
-                cells.append(first_cell + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket)
-            confidences += node_confidences
-        self._add_drafters(max((candidates.source for candidates in drafts), default=0) + 1)
-        return cells, confidences
+    def _find_cells(self, candidates: Candidates) -> list[tuple[int, float]]:
+        """Return the cells that count a tree's nodes, and the drafter's confidences, [T]."""
+        self._add_drafters(candidates.source + 1)
+        first_cell, last_bucket = NUM_CELLS * candidates.source, NUM_BUCKETS - 1
+        depths, confidences = candidates.tree.depths.tolist(), read_confidence(candidates).tolist()
+        cells = []
+        for depth, confidence in zip(depths, confidences, strict=True):
+            bucket = min(int(confidence * NUM_BUCKETS), last_bucket)
+            cell = first_cell + min(depth, MAX_DEPTH) * NUM_BUCKETS + bucket
+            cells.append((cell, confidence))
+        return cells
 
 
 def follow_text(candidates: Candidates, emitted: Sequence[int]) -> tuple[Candidates, list[int]]:

@@ -30,7 +30,7 @@ from specdec.files.acceptance import Acceptance
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
 HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones after a draft take longer: caches are cold
-PLAN_STEPS = 4  # steps by one plan that says drafts, since planning takes time
+MAX_PLAN_STEPS = 4  # steps at most by one plan that says drafts, since planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
 FEW_UNREAD_TOKENS = 64  # unread tokens of a drafter, up to which it is no reader of a prompt
@@ -88,6 +88,7 @@ class Pace:
         self._estimate_steps = functools.lru_cache(maxsize=32)(
             lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
         )
+        self._estimate_draft = functools.lru_cache(maxsize=256)(costs.estimate_draft)
         # Of a plain step, and of one that verifies each size; before the first plan there was none.
         self._step_seconds = [0.0] * len(nodes)
         self._table_seconds = self._step_seconds  # without the drift
@@ -170,12 +171,12 @@ class Pace:
         """
         forecast = self.forecast = self._forecast(self.chain)
         sets = [drafter_set for drafter_set in (self.first, self.others) if drafter_set.is_known]
-        if not self._repays_reading(readers, num_unread, seconds_ahead):
-            if self.first in sets and readers == self.first.left_out:
-                return self._forecast(self.first)
-            forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
-            sets = [drafter_set for drafter_set in sets if drafter_set.left_out >= readers]
         forecasts = [self._forecast(drafter_set) for drafter_set in sets]
+        if not self._repays_reading(readers, num_unread, seconds_ahead, forecasts):
+            if self.first in sets and readers == self.first.left_out:
+                return forecasts[0]
+            forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
+            forecasts = [f for f in forecasts if f.left_out >= readers]
         best = max(forecasts, key=lambda forecast: forecast.gain, default=forecast)
         if best.gain <= forecast.gain:
             return forecast
@@ -183,13 +184,18 @@ class Pace:
         return best
 
     def _repays_reading(
-        self, readers: frozenset[int], num_unread: int, seconds_ahead: float
-    ) -> bool:
-        """Return whether all may draft: no others are there, or reading is worth its time."""
+        self, readers: frozenset[int], num_unread: int, seconds_ahead: float,
+        forecasts: Sequence[Forecast],
+    ) -> bool:  # fmt: skip
+        """Return whether all may draft: no others are there, or reading is worth its time.
+
+        forecasts: of drafters beside all, as far as they are known.
+        """
         if not 0 < len(readers) < len(self.drafters):
             return True
-        worth = max(self.value_drafter(number, self._num_rows) for number in readers)
-        is_repaid = num_unread * self.costs.reading <= seconds_ahead * worth / (1 + max(0.0, worth))
+        gain = max([self.forecast.gain, *(f.gain for f in forecasts)])
+        gain_without = max([1.0, *(f.gain for f in forecasts if f.left_out >= readers)])
+        is_repaid = num_unread * self.costs.reading <= seconds_ahead * (1 / gain_without - 1 / gain)
         return is_repaid and self._may_read(num_unread, seconds_ahead)
 
     def _forecast(self, drafter_set: DrafterSet) -> Forecast:
@@ -209,14 +215,15 @@ class Pace:
     def _price_drafts(self, left_out: frozenset[int], num_levels: float | None = None) -> float:
         """Return the seconds of a step's drafts, of so many levels or of as many as usual.
 
-        In a chain, each drafter counts by its share of the requests.
+        In a chain, each drafter but the first counts by its share of the requests.
         """
-        total = 0.0
+        total, is_first = 0.0, True
         for number, drafter in enumerate(self.drafters):
             if number not in left_out:
                 levels = min(num_levels or drafter.num_levels, drafter.max_depth)
-                rows = self._num_rows * drafter.share
-                total += min(1.0, rows) * self.costs.estimate_draft(max(1.0, rows), levels, number)
+                rows = self._num_rows * (1.0 if is_first else drafter.share)
+                is_first = False
+                total += min(1.0, rows) * self._estimate_draft(max(1.0, rows), levels, number)
         return total
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:
@@ -248,8 +255,9 @@ class Pace:
             if was_on:
                 self.account.add(0.0, COLD_SHARE * plain_seconds, is_trial=self.is_trial)
             self._planless_steps = self._count_rest(expected_loss)
-        elif not self.is_trial and PLAN_STEPS * (price + self._step_seconds[-1]) < limit:
-            self._planless_steps = PLAN_STEPS
+        elif not self.is_trial:  # so many that all of them might fail
+            num_steps = int(limit / (price + self._step_seconds[-1]))
+            self._planless_steps = min(num_steps, MAX_PLAN_STEPS)
 
     def _choose_draft(self, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
@@ -310,7 +318,7 @@ class Pace:
         # costs what one of these does on average: beyond it costs may rise far more steeply.
         size = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
         token_seconds = (self._step_seconds[size] - self._step_seconds[1]) / max(1, size - 1)
-        one_level, two_levels = (self.costs.estimate_draft(self._num_rows, n, -1) for n in (1, 2))
+        one_level, two_levels = (self._estimate_draft(self._num_rows, n, -1) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
@@ -330,7 +338,7 @@ class Pace:
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""
         value = self.drafters[drafter]
-        seconds = self.costs.estimate_draft(num_left, value.num_levels, drafter)
+        seconds = self._estimate_draft(num_left, value.num_levels, drafter)
         return value.gain - self.forecast.rate * seconds / num_left
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
@@ -383,8 +391,7 @@ class Pace:
         for how many requests, and how many levels. num_read: prompt tokens that they read.
         """
         rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
-        estimate = self.costs.estimate_draft
-        seconds = sum(estimate(n, levels, drafter) for drafter, n, levels in draft_calls)
+        seconds = sum(self._estimate_draft(n, levels, d) for d, n, levels in draft_calls)
         seconds += self._step_seconds[self._find_place(size)]
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
         self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)

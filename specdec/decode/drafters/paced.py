@@ -243,9 +243,12 @@ class PacedDrafter(JoinedDrafter):
 
     def _rank_drafts(self) -> list[tuple[list[float], list[int]]]:
         """Rank each draft's nodes, unless that was done when it was made, and all are kept."""
-        if len(self.groups) == 1 or self.names:
-            return self.pace.calibration.rank(self._drafts)
-        return [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
+        ranks = [self._ranks.get(row, ([], [])) for row in range(len(self._drafts))]
+        is_ranked = [
+            candidates.tree.num_draft_tokens == len(order)
+            for candidates, (_, order) in zip(self._drafts, ranks, strict=True)
+        ]
+        return ranks if all(is_ranked) else self.pace.calibration.rank(self._drafts)
 
     def _cut_drafts(self) -> None:
         """Keep the likeliest nodes of each tree, as many as are worth their time."""
