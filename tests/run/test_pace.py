@@ -11,7 +11,7 @@ import pytest
 from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.calibration import Promise
+from specdec.decode.drafters.calibration import PRIOR_DRAFTS, TRUSTED_DRAFTS, Promise
 from specdec.decode.drafters.pace import MIN_REST_STEPS, TRIAL_CHUNK_TOKENS, Pace
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
@@ -22,6 +22,7 @@ from specdec.decode.prompt_chunks import (
     MOST_TIMES,
     choose_chunk,
 )
+from specdec.files.acceptance import Acceptance
 from tests.costs import SIZES, make_costs, make_grid
 
 Clock = Callable[[int], float]
@@ -358,3 +359,33 @@ def test_drafters_without_the_first_are_asked_for_all_requests() -> None:
     pace.plan([64], unread_counts=(0, 0))
     assert pace._price_drafts(frozenset()) == pytest.approx(0.02 + 0.3)
     assert pace._price_drafts(frozenset({0})) == pytest.approx(1.0)
+
+
+def count_failures(gains: Sequence[float] | None) -> int:
+    """Return how many drafts that bring nothing are made in a row, by the gains of a record."""
+    rows = ((60,) * 10,) * 12
+    record_of = None if gains is None else Acceptance(
+        right=rows, seen=((100,) * 10,) * 12, gains=(*gains,), num_drafts=500, about={}
+    )  # fmt: skip
+    costs = make_costs(step=lambda tokens: 1.0 + 0.4 * (tokens > 1), draft=lambda _: 0.4)
+    pace, num_drafts = Pace(4, costs, record=record_of), 0
+    while pace.plan([64]):
+        num_drafts += 1
+        record(pace, 1 + pace.choose([[0.6, 0.36, 0.2, 0.1]]), [1])
+    return num_drafts
+
+
+def test_the_drafts_of_a_record_have_won_what_the_first_may_lose() -> None:
+    """By one that does not pay nothing was won."""
+    assert count_failures([0.6, 0.9, 1.1, 1.2]) > count_failures([0.6, 0.7, 0.7, 0.7])
+    assert count_failures([0.6, 0.9, 1.1, 1.2]) >= count_failures(None) + 2
+
+
+def test_a_record_is_trusted_as_so_many_drafts() -> None:
+    gains = (0.6, 0.9)
+    known = Promise(2, is_chain=False, record=Acceptance(
+        right=((0,) * 10,) * 12, seen=((0,) * 10,) * 12, gains=gains, num_drafts=9, about={}
+    ))  # fmt: skip
+    assert known.trust == PRIOR_DRAFTS / (PRIOR_DRAFTS + TRUSTED_DRAFTS)
+    assert Promise(2, is_chain=False).trust == 0
+    assert known.gains.tolist() == pytest.approx(gains)

@@ -261,17 +261,16 @@ class Promise:
         self, max_tokens: int, *, is_chain: bool, record: Acceptance | None = None
     ) -> None:
         self.is_chain = is_chain
-        self._weight = FIRST_DRAFTS
+        self._weight, self._num_known = FIRST_DRAFTS, 0.0  # drafts that were learned from
         first_gains = np.cumsum(FIRST_RATE ** np.arange(1, max_tokens + 1))
         if record is not None:  # as far as it tells; a larger tree brings no more
-            self._weight = PRIOR_DRAFTS
+            self._weight = self._num_known = PRIOR_DRAFTS
             recorded_sizes = np.minimum(np.arange(max_tokens), len(record.gains) - 1)
             first_gains = np.array(record.gains)[recorded_sizes]
         self._first_gains = first_gains
         self._gain_sums = self._weight * first_gains
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
-        self._num_known = 0.0  # drafts that were learned from, newer ones counting more
         self._num_new = 0.0  # drafts of the newest texts that were learned from
         self._num_usual = 0.0  # drafts that are in what is usual
         # Of steps, the share whose largest draft has so many nodes besides the root.

@@ -22,7 +22,12 @@ import numpy as np
 
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
-from specdec.decode.drafters.calibration import Calibration, DrafterValue, sum_chances
+from specdec.decode.drafters.calibration import (
+    PRIOR_DRAFTS,
+    Calibration,
+    DrafterValue,
+    sum_chances,
+)
 from specdec.decode.drafters.drift import Drift
 from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
 from specdec.files.acceptance import Acceptance
@@ -75,6 +80,7 @@ class Pace:
             len(self.drafters), max_tokens, is_chain=is_planned, record=record,
             recorded_drafter=recorded_drafter,
         )  # fmt: skip
+        self._num_recorded = 0.0 if record is None else PRIOR_DRAFTS
         self.forecast = Forecast(self.chain)  # that the last plan goes by
         self.max_levels = max_tokens  # of the step's draft
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
@@ -236,9 +242,10 @@ class Pace:
         self.is_trial = (
             forecast.gain <= LEAST_GAIN or num_unread * self.costs.reading > repaid_seconds
         )
-        limit = self.account.find_limit(seconds_ahead)
         if not self.account.spent_seconds:
-            self.account.trial_allowance = limit
+            self.account.trial_allowance = self.account.find_limit(seconds_ahead)
+            self.account.lost_seconds -= self._value_record()
+        limit = self.account.find_limit(seconds_ahead)
         limit += 0.0 if self.is_trial else plain_seconds * forecast.sure_gain
         size, price = self._choose_draft(limit)
         self._loss_allowance = limit - price
@@ -258,6 +265,11 @@ class Pace:
         elif not self.is_trial:  # so many that all of them might fail
             num_steps = int(limit / (price + self._step_seconds[-1]))
             self._planless_steps = min(num_steps, MAX_PLAN_STEPS)
+
+    def _value_record(self) -> float:
+        """Return the seconds that drafts of the drafter's record have won, if these cost this."""
+        share = (1 + self.forecast.sure_gain) * max(0.0, 1 - 1 / self.forecast.gain)
+        return self._num_recorded / self._num_rows * self._step_seconds[0] * share
 
     def _choose_draft(self, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
