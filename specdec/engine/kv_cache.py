@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.linear_states import LinearStates
-from specdec.engine.transfers import to_device
+from specdec.engine.transfers import make_zeros, to_device
 from specdec.engine.tree import IntArray
 
 # Cache positions are visited in whole blocks of this many, so that few shapes occur.
@@ -82,7 +82,7 @@ class KVCache:
             shape = (sum(number * size for number, size in heads) * plane,)
         lent = lender.lend_blocks(self, shape, dtype) if lender is not None else None
         # Zeros, not empty: masked positions are multiplied by a zero weight, and 0 * NaN is NaN.
-        self.blocks = torch.zeros(shape, dtype=dtype, device=device) if lent is None else lent
+        self.blocks = make_zeros(shape, dtype, device) if lent is None else lent
         # Of each layer, or of all layers together where their heads are alike.
         self.layers: Sequence[Tensor] = list(self.blocks) if not heads else []
         self._groups: Sequence[Tensor] = (self.blocks,)

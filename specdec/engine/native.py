@@ -35,6 +35,7 @@ from specdec.engine.native_models import (
     count_lines,
 )
 from specdec.engine.native_states import describe_heads, describe_states
+from specdec.engine.transfers import make_zeros
 from specdec.engine.tree import BoolArray, FloatArray, IntArray
 from specdec.errors import SpecDecError
 from specdec.model.linear_attention import HeadStateSizes
@@ -97,7 +98,7 @@ class NativeKernels(MatrixKernels):
 
     def lend_blocks(self, cache: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return zeros for a cache, in large pages where there are some: read faster if long."""
-        blocks = torch.zeros(tuple(shape), dtype=dtype)
+        blocks = make_zeros(shape, dtype, torch.device("cpu"))
         self._call("ask_for_huge_pages", blocks.data_ptr(), blocks.nbytes)
         return blocks
 

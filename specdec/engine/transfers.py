@@ -1,4 +1,4 @@
-"""Transfers between host and device: to the device without waiting, to the host in one place.
+"""Memory of host and device, and transfers: to the device without waiting, back in one place.
 
 A copy from pageable memory, `.item()`, `.tolist()` and `.cpu()` all make the host wait until a CUDA
 device has done everything before them. Code of a step uses these two functions instead.
@@ -6,6 +6,9 @@ device has done everything before them. Code of a step uses these two functions 
 
 from __future__ import annotations
 
+import errno
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+LEAST_MAPPED = 1 << 20  # bytes from which zeros are pages that the system clears when they are used
 
 
 class Waits:
@@ -25,6 +29,23 @@ class Waits:
 
 
 WAITS = Waits()
+
+
+def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; large ones on a CPU take no time, and memory only where they are used.
+
+    Raise MemoryError where the system grants no such range.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LEAST_MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"no {num_bytes:,} bytes of memory for {tuple(shape)} numbers") from None
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
 def to_device(values: Array | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdec.decode.accept import Candidates
@@ -45,7 +44,7 @@ from specdec.engine.kv_cache import KVCache, RowNumbers
 from specdec.engine.mtp import MtpNet
 from specdec.engine.native_drafts import NewPairs, PackedEagle, PairDrafts, TreeLayout, pack_drafter
 from specdec.engine.step import States, Step
-from specdec.engine.transfers import to_device, to_host
+from specdec.engine.transfers import make_zeros, to_device, to_host
 from specdec.engine.tree import IntArray, Tree
 from specdec.errors import SpecDecError
 from specdec.methods.base import Choices
@@ -250,7 +249,7 @@ class PairDrafter(FeatureDrafter):
         super().allocate(num_rows, num_positions)
         shape = (num_rows, self._cache.num_positions, self.net.hidden_size)
         decoder = self.net.decoder
-        self._features = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._features = make_zeros(shape, decoder.dtype, decoder.device)
 
     def list_numbers(self) -> list[RowNumbers]:
         """List the features that pairs are made of, and the pairs' keys and values."""
