@@ -18,6 +18,7 @@ import numpy as np
 from specdec.engine.transfers import Array
 from specdec.model.bounds import MAX_SIZE
 
+TIMED_SECONDS = 0.002  # of a plain step whose weights no cache of a processor holds, at least
 SLOW_SECONDS = 0.01  # of a plain step that reads so much that it leaves nothing in caches
 
 

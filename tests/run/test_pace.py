@@ -335,7 +335,7 @@ def make_chain_pace() -> Pace:
         (pace.chain, [0.8, 1.4, 1.8, 2.0]),
         (pace.first, [0.5, 0.7, 0.8, 0.8]),
     ):
-        for _ in range(50):
+        for _ in range(1000):
             drafter_set.promise.take_promised(1, gains, 4)
         drafter_set.num_drafts = 50
     pace.drafters[1].share = 0.3
@@ -389,3 +389,16 @@ def test_a_record_is_trusted_as_so_many_drafts() -> None:
     assert known.trust == PRIOR_DRAFTS / (PRIOR_DRAFTS + TRUSTED_DRAFTS)
     assert Promise(2, is_chain=False).trust == 0
     assert known.gains.tolist() == pytest.approx(gains)
+
+
+@pytest.mark.parametrize(("num_poor", "left_out"), [(40, {1}), (1000, set())])
+def test_drafters_are_chosen_by_what_they_bring_in_the_long_run(
+    num_poor: int, left_out: set[int]
+) -> None:
+    """A few poor drafts of the first bring no other drafters; many do."""
+    pace = make_chain_pace()
+    for drafter_set, gain, num_drafts in ((pace.chain, 0.6, 1000), (pace.first, 0.1, num_poor)):
+        for _ in range(num_drafts):
+            drafter_set.promise.take_promised(1, [gain] * 4, 4)
+    pace.plan([64], unread_counts=(0, 0))
+    assert pace.forecast.left_out == left_out

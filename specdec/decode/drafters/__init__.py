@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec.decode.cost_table import SLOW_SECONDS, CostTable
+from specdec.decode.cost_table import TIMED_SECONDS, CostTable
 from specdec.engine.integers import widen_integers
 from specdec.engine.layout import EngineConfig, list_drafter_tensors
 from specdec.engine.native_matrices import Weight
@@ -295,13 +295,13 @@ def _pace_groups(
         groups, costs, is_fixed=not drafting.has_budget, record=record,
         recorded_drafter=has_weights.index(True) if any(has_weights) else 0,
         names=[name_methods((group,)) for group in methods],
-        clock=time.perf_counter if _is_slow(engine, costs) else None,
+        clock=time.perf_counter if _is_timed(engine, costs) else None,
     )  # fmt: skip
 
 
-def _is_slow(engine: EngineHandle, costs: CostTable) -> bool:
-    """Return whether memory sets the time of an engine's plain steps."""
-    return engine.device.type == "cpu" and costs.steps.estimate_one(1, 1) > SLOW_SECONDS
+def _is_timed(engine: EngineHandle, costs: CostTable) -> bool:
+    """Return whether memory sets the time of an engine's steps: they are held against the table."""
+    return engine.device.type == "cpu" and costs.steps.estimate_one(1, 1) > TIMED_SECONDS
 
 
 def refuse_trees(methods: Methods, config: EngineConfig) -> None:

@@ -171,23 +171,26 @@ class Pace:
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
     ) -> Forecast:
-        """Return the forecast of those drafters that promise the most.
+        """Return the forecast of those drafters that promise the most, in the long run.
 
         readers: those that have much to read before they draft. num_unread: tokens to read.
         """
-        forecast = self.forecast = self._forecast(self.chain)
-        sets = [drafter_set for drafter_set in (self.first, self.others) if drafter_set.is_known]
-        forecasts = [self._forecast(drafter_set) for drafter_set in sets]
+        if len(self.drafters) == 1:
+            return self._forecast(self.chain)
+        sets = [self.chain, *(each for each in (self.first, self.others) if each.is_known)]
+        forecasts = [self._forecast(drafter_set, is_steady=True) for drafter_set in sets]
         if not self._repays_reading(readers, num_unread, seconds_ahead, forecasts):
             if self.first in sets and readers == self.first.left_out:
-                return forecasts[0]
-            forecast = self._forecast(dataclasses.replace(self.chain, left_out=readers))
-            forecasts = [f for f in forecasts if f.left_out >= readers]
-        best = max(forecasts, key=lambda forecast: forecast.gain, default=forecast)
-        if best.gain <= forecast.gain:
-            return forecast
-        self.chain.promise.forget()
-        return best
+                return self._forecast(self.first)
+            chain = dataclasses.replace(self.chain, left_out=readers)
+            others = [each for each in forecasts[1:] if each.left_out >= readers]
+            forecasts = [self._forecast(chain, is_steady=True), *others]
+        best_set = max(forecasts, key=lambda forecast: forecast.gain).drafter_set
+        if best_set in (self.first, self.others):
+            self.chain.promise.forget()
+        if best_set is self.others:
+            self.first.promise.forget()
+        return self._forecast(best_set)
 
     def _repays_reading(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float,
@@ -195,16 +198,16 @@ class Pace:
     ) -> bool:  # fmt: skip
         """Return whether all may draft: no others are there, or reading is worth its time.
 
-        forecasts: of drafters beside all, as far as they are known.
+        forecasts: of all drafters, and of some of them as far as these are known.
         """
         if not 0 < len(readers) < len(self.drafters):
             return True
-        gain = max([self.forecast.gain, *(f.gain for f in forecasts)])
-        gain_without = max([1.0, *(f.gain for f in forecasts if f.left_out >= readers)])
+        gain = max(forecast.gain for forecast in forecasts)
+        gain_without = max([1.0, *(each.gain for each in forecasts if each.left_out >= readers)])
         is_repaid = num_unread * self.costs.reading <= seconds_ahead * (1 / gain_without - 1 / gain)
         return is_repaid and self._may_read(num_unread, seconds_ahead)
 
-    def _forecast(self, drafter_set: DrafterSet) -> Forecast:
+    def _forecast(self, drafter_set: DrafterSet, *, is_steady: bool = False) -> Forecast:
         """Return the forecast of the step's plan if these drafters draft."""
         promise, left_out = drafter_set.promise, drafter_set.left_out
         plain_seconds, *expected_seconds = self._step_seconds
@@ -215,7 +218,12 @@ class Pace:
         else:
             draft_seconds = [self._price_drafts(left_out)] * len(self._sizes)
         return forecast_steps(
-            drafter_set, self._num_rows, plain_seconds, expected_seconds, draft_seconds
+            drafter_set,
+            self._num_rows,
+            plain_seconds,
+            expected_seconds,
+            draft_seconds,
+            is_steady=is_steady,
         )
 
     def _price_drafts(self, left_out: frozenset[int], num_levels: float | None = None) -> float:
