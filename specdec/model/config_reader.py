@@ -139,6 +139,12 @@ def read_rotary(reader: ConfigReader) -> Rotary:
         )
         for kind, outer_fields in ((FULL, full_fields), (SLIDING, {}))
     )
+    if (full.scaling or {}).get("truncate") is False:
+        reader.refuse(
+            f"rope_parameters says of {FULL} that truncate is false, which transformers 5 does not"
+            " read in an object for a type of layer: it rounds the bounds of YaRN's ramp",
+            "remove truncate, and the bounds are rounded here, too",
+        )
     return dataclasses.replace(
         full, by_layer_type=True, local_base=sliding.base, local_scaling=sliding.scaling
     )

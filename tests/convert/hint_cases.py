@@ -42,6 +42,8 @@ INT4 = flags(quantization="int4_awq", calibration_data=Path("data.jsonl"))
 FP8 = flags(quantization="fp8", calibration_data=Path("data.jsonl"))
 ROWS = write("data.jsonl", '{"input_ids": [1, 2, 3]}\n' * 4)
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = ROTARY | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+UNROUNDED = YARN | {"truncate": False}
 
 
 def plain_is(**values: object) -> dict[str, object]:
@@ -84,6 +86,9 @@ MODELS = [
              "full_attention": ROTARY,
              "sliding_attention": ROTARY | {"rope_type": "linear", "factor": 2.0},
          }), None),
+    Case("remove truncate, and the bounds are rounded here, too", "gemma3",
+         keys(rope_parameters={"full_attention": UNROUNDED, "sliding_attention": ROTARY}),
+         keys(rope_parameters={"full_attention": YARN, "sliding_attention": ROTARY})),
     Case("experts are supported with silu", "mixtral", keys(hidden_act="gelu"), None),
     Case("correct {}", "gpt2", keys(n_head=7), keys(n_head=8)),
     Case("models of this family are supported whose layers are all {}", "qwen2_moe",
