@@ -3,7 +3,7 @@
 Every matrix [out, in] is read in blocks of rows, whatever way the format lays it out, so memory
 does not depend on its size. Its weights are what the format's own library computes, bit for bit:
 number * scale in float32, which is exact for a few bits and a 16-bit scale, rounded once to the
-type of the scales. Blocks of float8 and ModelOpt's formats stay in float32.
+type of the scales. DeepSeek's blocks of float8 and ModelOpt's formats stay in float32.
 
 Sources: AutoAWQ 0.2.9 `awq/utils/packing_utils.py`; GPTQModel 7.7.0 `nn_modules/qlinear`;
 compressed-tensors 0.20.0 `compressors`; ModelOpt 0.47.0 `quantization/qtensor` and

@@ -328,7 +328,7 @@ def _read_compressed(section: Section) -> Scheme:
     if (kind, bits) == ("float", 8) and format_name in FLOAT_FORMATS:
         rounding = "weights" if inputs == "static" and strategy != "tensor" else inputs
         words = f"compressed-tensors FP8, {strategy}"
-        return _make_float8(words, block, rounding, in_scale_dtype=block is None)
+        return _make_float8(words, block, rounding, in_scale_dtype=True)
     raise section.refuse(
         f"format {format_name or None}, weights {kind} of {bits} bits by {strategy}",
         f"pack-quantized of 4 or 8 bits by channel or group, NVFP4 and FP8 are read; {_REMEDY}",

@@ -164,7 +164,8 @@ def make_float8(*, by: str, dtype: torch.dtype, name: str = "weight_scale") -> P
         stored = (weight.float() / whole).to(torch.float8_e4m3fn)
         own = scales.to(dtype).reshape(() if by == "tensor" else scales.shape)
         restored = stored.float() * whole
-        return {"weight": stored, name: own}, restored if by == "block" else restored.to(dtype)
+        is_deepseek = name == "weight_scale_inv"
+        return {"weight": stored, name: own}, restored if is_deepseek else restored.to(dtype)
 
     return pack
 
@@ -364,6 +365,15 @@ CASES = {
         "fp8-block",
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 40]},
         make_float8(by="block", dtype=torch.bfloat16, name="weight_scale_inv"), None, "bfloat16",
+    ),
+    "fp8-block-compressed": Case(
+        "fp8-block",
+        describe_compressed(
+            "float-quantized",
+            {**FLOAT8_ARGS, "strategy": "block", "block_structure": [24, 40]},
+            input_activations={**FLOAT8_ARGS, "strategy": "group", "dynamic": True},
+        ),
+        make_float8(by="block", dtype=torch.bfloat16), None, "float32",
     ),
     "fp8-block-e8m0": Case(
         "fp8-block",
