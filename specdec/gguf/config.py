@@ -471,7 +471,6 @@ def _read_lfm2(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": data.count("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "use_expert_bias": True,
-        "routed_scaling_factor": data.get("expert_weights_scale") or 1.0,
     }
 
 

@@ -201,10 +201,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ("lfm2moe", EXPERTS | {
         "head_count_kv": [0, 0, KV_HEADS, 0], "shortconv_l_cache": 3,
         "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
-        "leading_dense_block_count": 1, "expert_weights_scale": 2.5}, (), {
+        "leading_dense_block_count": 1, "expert_weights_scale": 1.0}, (), {
         "model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL, "conv"],
         "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 2, "norm_eps": 3e-6,
-        "moe_intermediate_size": 40, "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+        "moe_intermediate_size": 40, "norm_topk_prob": True}),
     ("granitemoe", CHOSEN | {"logit_scale": 8.0}, ("blk.2.attn_q.bias",), {
         "model_type": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2,
         "attention_bias": True, "logits_scaling": 8.0}),
@@ -506,6 +506,9 @@ def test_value_heads_are_dealt() -> None:
         ("granite", {"logit_scale": 8.0, "rope_scaling_finetuned": False}, (),
          "a Granite without rotary embedding is not read"),
         ("stablelm", {}, (), "the key stablelm.attention.layer_norm_epsilon is missing"),
+        ("lfm2moe", EXPERTS | {"shortconv_l_cache": 3, "expert_weights_scale": 2.5,
+                               "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}, (),
+         "lfm2moe.expert_weights_scale 2.5"),
         ("qwen35", HYBRID | {"ssm_group_count": 4}, (),
          "ssm.time_step_rank 6 is no multiple of ssm.group_count 4"),
         ("gptneox", {}, (), "holds an architecture that is not read: gptneox"),
