@@ -36,6 +36,14 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             "verify an engine of the unquantized checkpoint; compare this one with its own"
             " specdec-run --no-speculation",
         )
+    if _rounds(config):
+        raise SpecDecError(
+            f"{model_dir} is quantized (compressed-tensors): transformers rounds the inputs of its"
+            " linears, or runs four-bit floats in bfloat16 alone, and no engine of its widened"
+            " weights does",
+            "verify an engine of the unquantized model; compare this one with its own"
+            " specdec-run --no-speculation",
+        )
     different = [
         f"{name} is {engine_size} and {model_size}"
         for name in SIZES
@@ -47,6 +55,18 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             f"{engine_dir} was not made from {model_dir}: {'; '.join(different)}",
             "give the base model that the engine's checkpoint was converted from",
         )
+
+
+def _rounds(config: Any) -> bool:
+    """Return whether transformers computes with rounded inputs, or in bfloat16 alone."""
+    section = getattr(config, "quantization_config", None)
+    groups = section.get("config_groups") if isinstance(section, dict) else None
+    for group in (groups or {}).values():
+        weights = group.get("weights") or {}
+        is_float4 = (weights.get("type"), weights.get("num_bits")) == ("float", 4)
+        if is_float4 or group.get("input_activations") is not None:
+            return True
+    return False
 
 
 def _get_size(config: Any, name: str) -> Any:

@@ -165,6 +165,7 @@ def load_model(
     if ties:
         _tie(model, text, missing_tensors)
     _refuse_missing(source, missing_tensors, is_old=is_old)
+    _refuse_unread_scales(source, set(info["unexpected_keys"]))
     check_rotary(model, config, rotary, f"{flag} {source}")
     return find_base(model) if takes_base else model
 
@@ -209,6 +210,25 @@ def _refuse_missing(source: str | Path, tensors: set[str], *, is_old: bool) -> N
         f" {join_names(sorted(tensors))}",
         f"{NEWER}; if it finds none either, {again}" if is_old else again,
     )
+
+
+def _refuse_unread_scales(source: str | Path, unread: set[str]) -> None:
+    """Raise SpecDecError for quantized weights that transformers loads without their scales.
+
+    unread: tensors of the folder that its model has not, of left out modules among them.
+    """
+    import transformers
+
+    scales = [
+        name for name in sorted(unread)
+        if name.endswith(".weight_scale") and name.removesuffix("_scale") not in unread
+    ]  # fmt: skip
+    if scales:
+        raise SpecDecError(
+            f"transformers {transformers.__version__} loads the quantized weights of {source}"
+            f" without their scales: {join_names(scales)}",
+            "give the model that it was quantized from; specdec-convert reads such a folder",
+        )
 
 
 def _load_gguf(kind: Any, model: GgufModel, _: str, **options: Any) -> Any:

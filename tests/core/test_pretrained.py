@@ -21,6 +21,7 @@ from specdec.model.config_reader import Rotary
 from specdec.text.pretrained import load_config, load_model, load_tokenizer
 from specdec.text.pretrained_config import adapt_config, check_rotary
 from tests.conftest import ROOT, make_llama, make_tokenizer
+from tests.convert.quantized import CASES, make_quantized
 from tests.engines import make_engine, run_cli_here
 from tests.families import make_family_model
 from tests.forks import fork, run_main
@@ -402,6 +403,18 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
     for kind in ("AutoModelForCausalLM", "AutoModel"):
         with pytest.raises(SpecDecError, match="finds no weights in .*1.mlp.up_proj.weight"):
             load_model(folder, kind)
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "fp8-dynamic"])
+def test_quantized_weights_without_their_scales_are_refused(name: str, tmp_path: Path) -> None:
+    """As AutoFP8 names them, whose codes transformers 5.24 takes for the weights on a CPU."""
+    import transformers
+
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 loads no float8 on a CPU")
+    folder, _ = make_quantized(tmp_path, CASES[name])
+    with pytest.raises(SpecDecError, match="without their scales: .*0.mlp.down_proj.weight_scale"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from specdec.verify.greedy import Text
 from specdec.verify.quantized import compare_with_plain
 from specdec.verify.report import find_error, format_report
 from specdec.verify.settings import VerifySettings
+from tests.convert.quantized import CASES, make_quantized
 from tests.engines import make_engine
 from tests.verify.test_verify_engine import break_outputs, replace_tokens
 
@@ -38,6 +39,16 @@ def verify(engine: Path, parent: Path, **flags: Any) -> Report:
     return verify_engine(
         VerifySettings(engine_dir=engine, model_dir=str(parent / "target"), **flags)
     )
+
+
+@pytest.mark.parametrize("name", ["fp8-channel", "compressed-nvfp4"])
+def test_a_model_that_rounds_its_inputs_is_refused(name: str, tmp_path: Path) -> None:
+    """transformers rounds them too, or fails; the engine's right text was called wrong."""
+    folder, _ = make_quantized(tmp_path, CASES[name])
+    engine = make_engine(tmp_path, folder, optimize="none", convert=("--dequantize",))
+    with pytest.raises(SpecDecError, match="transformers rounds the inputs of its linears") as info:
+        verify_engine(VerifySettings(engine_dir=engine, model_dir=str(folder)))
+    assert "unquantized model" in str(info.value.hint)
 
 
 @pytest.mark.thorough
