@@ -8,6 +8,7 @@ for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -425,10 +426,24 @@ def _explain_failure(
         return _refuse_code(name, flag, folder_kind, code)
     if folder_kind == TOKENIZER and is_local and not has_tokenizer(folder):
         return SpecDecError(f"{flag} {name} has no tokenizer", _hint(folder_kind))
+    if folder_kind == MODEL and (method := _find_quantization(folder)) is not None:
+        return SpecDecError(
+            f"{flag} {name} is quantized ({shorten(method)}), and transformers cannot load it:"
+            f" {summarize(error)}",
+            "give the model that it was quantized from, or install what transformers asks for",
+        )
     return SpecDecError(
         f"{flag} {name}: transformers cannot load its {content_noun}: {summarize(error)}",
         _hint(folder_kind),
     )
+
+
+def _find_quantization(folder: Path) -> object:
+    """Return the method by which a folder's weights are quantized; None where they are plain."""
+    with contextlib.suppress(SpecDecError):
+        section = read_json(folder / "config.json").get("quantization_config")
+        return section.get("quant_method") if isinstance(section, dict) else None
+    return None
 
 
 def _refuse_pointers(folder: Path) -> None:

@@ -405,6 +405,13 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path: Path) -> None:
             load_model(folder, kind)
 
 
+def test_a_quantization_that_transformers_has_not_is_named(tmp_path: Path) -> None:
+    folder, _ = make_quantized(tmp_path, CASES["modelopt-int4"])
+    with pytest.raises(SpecDecError, match=r"is quantized \('modelopt'\), and transf") as info:
+        load_model(folder)
+    assert info.value.hint.startswith("give the model that it was quantized from")
+
+
 @pytest.mark.parametrize("name", ["fp8-static", "fp8-dynamic"])
 def test_quantized_weights_without_their_scales_are_refused(name: str, tmp_path: Path) -> None:
     """As AutoFP8 names them, whose codes transformers 5.24 takes for the weights on a CPU."""
