@@ -53,8 +53,8 @@ def hold_models(
 def _read_settings(fixed: Mapping[str, Any], options: Mapping[str, Any]) -> GenerateSettings:
     """Return settings of generate; UsageError for wrong values, or several drafters."""
     flags = {name: flag for name, (flag, _) in get_flags(GenerateSettings).items()}
-    values = {**fixed, **{name: check_value(name, options[name], flags[name]) for name in options}}
-    values = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in {**fixed, **options}.items() if value is not None}
+    values = {name: check_value(name, value, flags[name]) for name, value in given.items()}
     settings = place_drafter(GenerateSettings(**values))
     check_drafters(list(values))
     return settings

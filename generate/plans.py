@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec import __version__
 from specdec.command.stages import load_command
-from specdec.errors import Problems, UsageError
+from specdec.errors import Problems, SpecDecError, UsageError
 from specdec.files.backends import BACKENDS, TORCH, Backend, choose_default
 from specdec.methods import METHODS
 from specdec.methods.eagle import EagleParams
@@ -28,15 +28,20 @@ if TYPE_CHECKING:
 MAX_SEQ_LEN = 4096  # of an engine that was not asked for more: its KV cache is allocated whole
 MAX_DRAFT_LEN = 8  # room for `--draft-len auto`
 UNROUNDED_TYPES = ("auto", "same")  # of --drafter-weights, for a draft model
+MODEL_FLAG, DRAFT_MODEL_FLAG = "--model-dir", "--draft-model-dir"
 AS_IT_IS = {"drafter_weights": "auto"}  # of an engine without a drafter in its checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """How one engine is made: options of convert and of build, and all models that go in."""
+    """How one engine is made: options of convert and of build, and all models that go in.
+
+    flag: the option that names the model, for errors.
+    """
 
     convert: dict[str, Any]
     build: dict[str, Any]
+    flag: str = MODEL_FLAG
 
     @property
     def models(self) -> list[str]:
@@ -125,6 +130,7 @@ def plan_draft(settings: GenerateSettings) -> EnginePlan:
     build = settings.list_stage("build") | {"max_seq_len": settings.max_seq_len}
     weights = settings.drafter_weights
     return EnginePlan(
+        flag=DRAFT_MODEL_FLAG,
         convert=convert,
         build=build
         | {"quantization": None if weights in UNROUNDED_TYPES else weights, **AS_IT_IS}
@@ -143,6 +149,14 @@ def foresee_engine(plan: EnginePlan) -> EngineConfig | None:
 
     Nothing is written. Raises SpecDecError for what would stop the conversion or the build.
     """
+    try:
+        return _foresee(plan)
+    except SpecDecError as error:
+        texts = (text.replace(MODEL_FLAG, plan.flag) for text in (error.message, error.hint))
+        raise type(error)(*texts) from error
+
+
+def _foresee(plan: EnginePlan) -> EngineConfig | None:
     from specdec.engine.layout import EngineConfig
 
     checkpoint_dir, engine_dir = Path("checkpoint"), Path("engine")  # neither is looked at

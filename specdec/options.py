@@ -176,6 +176,8 @@ def check_value(name: str, value: Any, flag: Flag) -> Any:
         raise UsageError(fact, f"give {name} {error}") from None
     if not isinstance(parsed, str):
         return parsed
+    if not parsed and name.endswith("dir"):  # Path("") would be the current folder
+        raise UsageError(f"{name} is empty", "give a folder or Hub id")
     choices = ", ".join(flag.choices)
     if parsed in flag.elsewhere:
         fact = f"{name}: {parsed} is not one of {choices}: another command makes it"

@@ -69,6 +69,12 @@ def test_the_sign_of_a_folder_that_names_no_backend(tmp_path: Path) -> None:
     assert find_backend(make_folder(tmp_path)).leaves_name_out
 
 
+def test_a_folder_of_no_engine_is_of_no_backend(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"architectures": ["FooForCausalLM"]})
+    with pytest.raises(SpecDecError, match="is not an engine: its config.json has no build_config"):
+        find_backend(tmp_path)
+
+
 def test_an_unknown_backend_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SpecDecError, match="'abacus', which this specdec does not have"):
         find_backend(make_folder(tmp_path, backend="abacus"))

@@ -170,7 +170,9 @@ def stage_command(
                 and ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE
             }  # fmt: skip
             logs.set_up(debug=debug)
-            recipe = Path(config) if config else None
+            if config == "":
+                raise UsageError("--config: expected a path, got ''", "give --config a path")
+            recipe = None if config is None else Path(config)
             settings: Any = resolve_settings(
                 settings_class, section or name, typed, recipe, _group_unknown_words(ctx)
             )

@@ -55,7 +55,7 @@ def read_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> Decode
                 f"Engine.load has no option {name!r}{suggest(name, option_names)}",
                 f"its options are {', '.join(option_names)}",
             )
-    values = dict(fixed) | {name: value for name, value in options.items() if value is not None}
+    values = {name: value for name, value in {**fixed, **options}.items() if value is not None}
     for name, value in values.items():
         if not (isinstance(value, (list, tuple)) and flags[name].takes_list):
             values[name] = check_value(name, value, flags[name])

@@ -17,7 +17,7 @@ from typing import Any
 from specdec.checkpoint.config import CheckpointConfig, parse_checkpoint_config
 from specdec.checkpoint.inventory import describe_quantized
 from specdec.errors import Problems, SpecDecError, shorten
-from specdec.files.backends import BACKENDS, TORCH, name_backend, refuse_config
+from specdec.files.backends import BACKENDS, TORCH, name_backend
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import NAME
 from specdec.files.reading import read_json
@@ -219,9 +219,7 @@ def read_engine_config(folder: Path, backend: str = TORCH) -> EngineConfig:
     """Read an engine's config.json; raise SpecDecError if it is none, or not of `backend`."""
     expect_folder(folder, ENGINE)
     document = read_json(folder / "config.json")
-    if "build_config" not in document:
-        raise refuse_config(folder)
-    recorded_backend = name_backend(document)
+    recorded_backend = name_backend(folder, document)
     if recorded_backend != backend:
         raise SpecDecError(
             f"{folder} was built for the backend {recorded_backend!r}, not for {backend}",

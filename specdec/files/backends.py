@@ -122,8 +122,10 @@ BACKENDS: dict[str, Backend] = {
 }  # fmt: skip
 
 
-def name_backend(document: Mapping[str, Any]) -> str:
+def name_backend(folder: Path, document: Mapping[str, Any]) -> str:
     """Return the backend's name in an engine's config.json, or that of the one that writes none."""
+    if "build_config" not in document:
+        raise refuse_config(folder)
     unnamed = next(backend.name for backend in BACKENDS.values() if backend.leaves_name_out)
     return str(document.get("backend", unnamed))
 
@@ -134,7 +136,7 @@ def read_backend(folder: Path) -> str:
     from specdec.files.reading import read_json
 
     expect_folder(folder, ENGINE)
-    return name_backend(read_json(folder / "config.json"))
+    return name_backend(folder, read_json(folder / "config.json"))
 
 
 def find_backend(folder: Path) -> Backend:

@@ -146,6 +146,7 @@ def test_untyped_flags_do_not_hide_the_recipe(tmp_path: Path) -> None:
         (["stray"], 2, "stray"),
         (["--", "--input-text", "a"], 2, "--input-text"),
         (["--config", "/nonexistent.yaml"], 2, "recipe /nonexistent.yaml does not exist"),
+        (["--config", ""], 2, "--config: expected a path, got ''"),
         (["--max-output-len"], 2, "requires an argument"),
     ],
 )  # fmt: skip

@@ -506,12 +506,18 @@ def test_what_cannot_be_meant(args: list[str], fact: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--model-dir", "--draft-model-dir"])
-def test_a_missing_model_leaves_nothing(flag: str, models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "status"), [("/nonexistent", 1), ("nobody/nothing", 1), (__file__, 1), ("", 2)]
+)
+def test_a_missing_model_leaves_nothing(
+    flag: str, name: str, status: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models / "target")
     given = [] if flag == "--model-dir" else ["--model-dir", models / "target"]
-    done = run_cli_here("generate", *given, flag, "/nonexistent", "abc")
-    assert done.returncode == 1
+    done = run_cli_here("generate", *given, flag, name, "abc")
+    assert done.returncode == status
     fact, hint = read_error_lines(done.stderr)
-    assert f"{flag} /nonexistent" in fact
+    assert f"{flag} {name or 'is empty'}" in fact
     assert not (tmp_path / "cache").exists()
     assert hint
     assert "Traceback" not in done.stderr

@@ -89,8 +89,8 @@ def test_drafters_beside_a_model(models: Path) -> None:
 
 def test_wrong_uses_are_told_before_anything_is_made(models: Path, cache: Path) -> None:
     target = models / "target"
-    with Engine.load(target, device="cpu", no_cache=True):
-        pass
+    with Engine.load(target, device=None, no_cache=True) as engine:  # type: ignore[arg-type]
+        assert engine.describe()["device"] == "cpu"
     entries = list_entries(cache)
     for path, options, message in (
         (target, {"dtyp": "float32"}, "Engine.load has no option 'dtyp' (did you mean dtype?)"),
@@ -100,6 +100,9 @@ def test_wrong_uses_are_told_before_anything_is_made(models: Path, cache: Path) 
         (models / "none", {"drafter": target}, "drafter says how a model is made an engine"),
         (models / "none", {"quantization": "int8"}, "quantization says how a model"),
         (target, {"max_seq_len": 1}, "max_seq_len"),
+        (target, {"max_seq_len": "many"}, "max_seq_len: expected a whole number"),
+        (target, {"max_batch_size": 0}, "max_batch_size: expected at least 1"),
+        (target, {"max_batch_size": True}, "max_batch_size: expected a whole number"),
     ):  # fmt: skip
         with pytest.raises(SpecDecError) as caught:
             Engine.load(path, device="cpu", **options)
