@@ -16,7 +16,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 @stage_command("serve", ServeSettings)
 def command(settings: ServeSettings) -> None:
-    """Serve an engine over HTTP, with the interface of OpenAI's."""
+    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama."""
     missing_packages = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing_packages:
         raise SpecDecError(

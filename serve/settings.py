@@ -74,7 +74,7 @@ class ServeSettings:
     cors_origin: list[str] = ADDRESS(
         [], metavar="ORIGIN...",
         help="Origins of other sites whose pages may call the server, such as"
-        " http://localhost:3000; * are all, and needs a key.",
+        " http://localhost:3000; * are all, and needs a key or --allow-anonymous.",
     )  # fmt: skip
     max_batch_size: int | None = LOAD(
         minimum=1, help="Requests decoded at once; the engine's own if not given."

@@ -48,8 +48,8 @@ class DraftTargetDraft:
     draft_vocabulary: str = like(DraftTargetTokens, "draft_vocabulary")
     draft_len: str | None = setting(
         metavar="N|auto",
-        help="With a draft model: draft tokens in a step; auto, the default, drafts what pays, on a"
-        " CPU of a tree. With other methods, auto drafts only while that is faster.",
+        help="With a draft model: draft tokens in a step; auto, the default, drafts as many as gain"
+        " time, on a CPU as a tree. With other methods, auto drafts only while that is faster.",
         group="Drafting",
     )
     draft_tree_tokens: int | None = number(
