@@ -49,7 +49,7 @@ def place_models(settings: ServeSettings) -> ServeSettings:
         if not is_model(model):
             raise UsageError(
                 f"{name_flag(name)} {model} is no model's folder, GGUF file or Hub id",
-                f"give an engine folder as {name_flag(PLACES[name])}",
+                f"check the path; an engine folder is given as {name_flag(PLACES[name])}",
             )
     changes: dict[str, Any] = {PLACES[name]: Path(model) for name, model in models.items()}
     changes["tokenizer_dir"] = settings.tokenizer_dir or settings.model_dir

@@ -367,6 +367,11 @@ class Engine:
         """
         with self._use() as core:
             if isinstance(prompt, Request):
+                if settings:
+                    raise UsageError(
+                        f"{', '.join(settings)} has no effect on what prepare has returned",
+                        "give it to prepare, in the prompt",
+                    )
                 request = prompt
                 core.check_requests([request])  # another engine may have prepared it
             else:

@@ -426,7 +426,7 @@ def check_prompt(index: int, prompt: Prompt) -> Prompt:
             f"{name_prompt(index)} has not exactly one of text, token_ids and messages",
             "give one of them",
         )
-    find_faults(settings, f"{name_prompt(index)}: ").raise_all()
+    find_faults(settings, f"{name_prompt(index)}: ", names={}).raise_all()
     return Prompt(**settings)
 
 

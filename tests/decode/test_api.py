@@ -533,6 +533,8 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
             foreign = longer.prepare([5, 6, 7], max_output_len=50)
         with pytest.raises(PromptError, match="^the prompt has 3 tokens and asks for 50 more"):
             engine.stream(foreign)
+        with pytest.raises(UsageError, match="^max_output_len has no effect on what prepare"):
+            engine.stream(engine.prepare([5, 6, 7], max_output_len=5), max_output_len=9)
         cut = engine.prepare([5, 6, 7], max_output_len=50, cuts_output=True)
         assert engine.stream(cut).output.prompt_ids == [5, 6, 7]
         assert (cut.max_output_len, len(cut.input_ids)) == (37, 3)
@@ -544,7 +546,7 @@ def test_prompts_are_checked_before_anything_is_decoded(folder: Path) -> None:
             engine.generate([5], stop="a")
         with pytest.raises(PromptError, match="temperature is -1, not a number of at least 0"):
             engine.generate([5], temperature=-1)
-        with pytest.raises(PromptError, match="not a list of token ids"):
+        with pytest.raises(PromptError, match="prompt 0: token_ids is .* not a list of token ids"):
             engine.generate(b"ab")
         for wrong in ({"input_ids": [5]}, None, 5):  # a dict as of a tokenizer is no list of texts
             with pytest.raises(PromptError, match="prompt 0 is .*, of the type (dict|None|int)"):
@@ -567,7 +569,7 @@ def test_what_a_tokenizer_returns_is_a_prompt(engine: Engine, expected: list[lis
         assert output.token_ids == expected[0]
         with pytest.raises(PromptError, match="not exactly one of text, token_ids and messages"):
             engine.generate(Prompt(text="a", token_ids=[1]))
-        with pytest.raises(PromptError, match=r"input_ids is \[5, 'a'\]"):
+        with pytest.raises(PromptError, match=r"token_ids is \[5, 'a'\]"):
             engine.generate(Prompt(token_ids=[5, "a"]))  # type: ignore[list-item]
         assert len(engine.generate([5], max_output_len=3)[0].token_ids) == 3
 
