@@ -29,5 +29,5 @@ def open_engine(
             "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine, whose"
             " cache is as large as the requests need"
         )
-    engine = Engine.open(settings, tokenizer, measures_late=True)
+    engine = Engine.open(settings, tokenizer, measuring="never" if settings.dry_run else "late")
     return OpenedEngine(engine, engine.core, engine.core.begin_drafts)

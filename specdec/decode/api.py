@@ -21,7 +21,7 @@ from specdec.decode.call_settings import (
     refuse_long_names,
 )
 from specdec.decode.chats import make_chat_prompt, read_answer
-from specdec.decode.engine import TorchEngine, load_engine
+from specdec.decode.engine import MeasuringTime, TorchEngine, load_engine
 from specdec.decode.loop import Batch, Options
 from specdec.decode.models import make_engines
 from specdec.decode.outputs import Event, Output, describe_output
@@ -140,7 +140,7 @@ class Engine:
             })  # fmt: skip
             engine = cls.open(
                 settings, None if name is not None else tokenizer, max_batch_size=max_batch_size,
-                max_seq_len=max_seq_len, prompt_chunk=prompt_chunk, measures_late=True,
+                max_seq_len=max_seq_len, prompt_chunk=prompt_chunk, measuring="late",
             )  # fmt: skip
             engine._kept = stack.pop_all()
         return engine
@@ -154,13 +154,13 @@ class Engine:
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         prompt_chunk: int | Literal["auto"] | None = None,
-        measures_late: bool = False,
+        measuring: MeasuringTime = "first",
         session_folder: SessionFolder | None = None,
     ) -> Engine:
         """Load an engine as `load` does, by the settings of a command that decodes.
 
         tokenizer: a transformers tokenizer; None is that of the settings, or the engine's own. In
-        a process of a launcher, this is rank 0, which the others follow. measures_late: as in
+        a process of a launcher, this is rank 0, which the others follow. measuring: as in
         `TorchEngine`. session_folder: where texts' keys and values are kept, the engine's from then
         on; None where they are not.
         """
@@ -182,7 +182,7 @@ class Engine:
         settings = dataclasses.replace(settings, tokenizer_dir=folder)
         tokenizer = use_template(tokenizer, settings.chat_template)
         end_ids = find_end_ids(settings, tokenizer)
-        core = load_engine(settings, tokenizer, measures_late=measures_late)
+        core = load_engine(settings, tokenizer, measuring=measuring)
         try:
             core.lower_limits(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
             sessions = None

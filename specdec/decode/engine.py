@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specdec.decode.cost_keeping import describe_key, find_costs, find_kept_costs
 from specdec.decode.cost_table import CostTable
@@ -51,6 +51,7 @@ from specdec.system.memory import leave_out_objects
 logger = logs.get_logger(__name__)
 # New tokens, of all texts of a call together, for which a plain engine measures nothing by itself.
 SHORT_TEXT = 64
+MeasuringTime = Literal["first", "late", "never"]  # of what drafts cost
 
 
 class TorchEngine:
@@ -69,15 +70,16 @@ class TorchEngine:
         devices: Sequence[int] | None = None,
         speculate: bool = True,
         drafting: Drafting | None = None,
-        measures_late: bool = False,
+        measuring: MeasuringTime = "first",
         recorder: CudaRecorder | None = None,
     ) -> None:
         """Load an engine folder, start its other ranks, and make its drafter.
 
         speculate: False decodes one token per step. recorder: of graphs on devices without one.
-        drafting: None lets the checkpoint's own drafter draft, if it has one. measures_late: where
-        only suffixes draft, and without being asked for, what they cost is measured before the
-        first texts of more than `SHORT_TEXT` tokens, and nothing drafts until then.
+        drafting: None lets the checkpoint's own drafter draft, if it has one. measuring: when it is
+        measured what drafts cost: "first"; "late", where only suffixes draft, and without being
+        asked for: before the first texts of more than `SHORT_TEXT` tokens; "never", for a dry run.
+        Nothing drafts until then.
         """
         start_seconds = time.perf_counter()
         self.folder = folder
@@ -97,7 +99,7 @@ class TorchEngine:
                 drafting = add_suffixes(self.config, drafting, self.device.type)
             methods = choose_methods(self.config, drafting) if speculate else ()
             weights = self._load(folder, recorder, methods)
-            self._make_drafts(methods, weights, drafting, measures_late=measures_late)
+            self._make_drafts(methods, weights, drafting, measuring)
             self.method = name_methods(methods)
             if not self._verification.is_long:
                 self.check_whole()
@@ -146,18 +148,17 @@ class TorchEngine:
         return weights
 
     def _make_drafts(
-        self, methods: Methods, weights: dict[str, Weight], drafting: Drafting | None, *,
-        measures_late: bool,
+        self, methods: Methods, weights: dict[str, Weight], drafting: Drafting | None,
+        measuring: MeasuringTime,
     ) -> None:  # fmt: skip
         """Make the drafter, or one that drafts nothing until `begin_drafts`."""
-        is_put_off = (
-            measures_late and drafting is not None and drafting.is_default
-            and not uses_drafter(methods)
-        )  # fmt: skip
-        if not is_put_off:
+        has_weights = uses_drafter(methods)
+        is_default = drafting is not None and drafting.is_default and not has_weights
+        if measuring == "first" or (measuring == "late" and not is_default):
             self.drafter: Drafter = make_drafter(self, methods, weights, drafting, self._find_costs)
             return
-        make = functools.partial(make_drafter, self, methods, {}, drafting)
+        drafter_weights = weights if has_weights else {}
+        make = functools.partial(make_drafter, self, methods, drafter_weights, drafting)
         self.drafter = make(self._find_kept_costs)
         if self.drafter.pace is None:
             self._make_later = make
@@ -386,12 +387,12 @@ class TorchEngine:
 
 
 def load_engine(
-    settings: DecodeSettings, tokenizer: Any, *, measures_late: bool = False
+    settings: DecodeSettings, tokenizer: Any, *, measuring: MeasuringTime = "first"
 ) -> TorchEngine:
     """Load an engine of torch, and the one that drafts for it.
 
     tokenizer: to compare with that of --draft-tokenizer-dir; None where there is none.
-    measures_late: as in `TorchEngine`.
+    measuring: as in `TorchEngine`.
     """
     drafting = read_drafting(settings, tokenizer)
     if settings.no_speculation:
@@ -402,7 +403,7 @@ def load_engine(
         devices=drafting.target_devices,
         speculate=not settings.no_speculation,
         drafting=drafting,
-        measures_late=measures_late,
+        measuring=measuring,
     )
     # Memory that reading a tokenizer took and has freed is given back: 40 MB for 150,000 tokens.
     with contextlib.suppress(OSError, AttributeError, TypeError):  # a C library without it

@@ -197,6 +197,25 @@ def test_all_others_measure_as_they_load(parent: Path, monkeypatch: pytest.Monke
     bench.engine.close()
 
 
+def test_a_dry_run_measures_nothing(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with a drafter or without, a method that is asked for, and one in a line."""
+    costs = Costs(monkeypatch)
+    line = {"input_ids": COUNTED, "max_output_len": 99, "speculation": {"method": "suffix"}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line))
+    for name, flags, method in (
+        ("plain", (), "suffix"), ("plain", ("--suffix-max-tokens", 4), "suffix"),
+        ("redrafter-engine", (), "suffix,redrafter"),
+    ):  # fmt: skip
+        report = call_here("run", [
+            "--engine-dir", parent / name, "--input-file", tmp_path / "p.jsonl", "--device", "cpu",
+            "--dry-run", *flags,
+        ])  # fmt: skip
+        assert (report["dry_run"], report["method"]) == (True, method)
+    assert costs.num_measured == 0
+
+
 def test_the_command_says_what_was_drafted(
     parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

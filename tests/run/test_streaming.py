@@ -139,6 +139,6 @@ def test_an_engine_that_runs_in_this_process(
     assert isinstance(result, OpenedEngine)
     assert (result.runner, result.core) == (engine, engine.core)
     assert result.load is engine.core.begin_drafts
-    assert opened == [(settings, LETTERS, {"measures_late": True})]
+    assert opened == [(settings, LETTERS, {"measuring": "late"})]
     assert "--kv-cache-free-gpu-memory-fraction has no effect on a torch engine" in caplog.text
     assert embedded.follow_ranks(settings) is False

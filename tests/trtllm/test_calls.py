@@ -318,8 +318,8 @@ def test_torch_s_engine_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(core=SimpleNamespace(begin_drafts=begun.append))
     calls: list[tuple[Any, ...]] = []
 
-    def open_here(*arguments: Any, measures_late: bool) -> Any:
-        calls.append((*arguments, measures_late))
+    def open_here(*arguments: Any, measuring: str) -> Any:
+        calls.append((*arguments, measuring))
         return engine
 
     monkeypatch.setattr(specdec, "Engine", SimpleNamespace(open=open_here))
@@ -331,5 +331,5 @@ def test_torch_s_engine_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened.core is engine.core
         opened.load([make_request()])
         assert begun.pop() == [make_request()], "what drafting costs is measured for these"
-        assert calls[-1] == (settings, "words", True)
+        assert calls[-1] == (settings, "words", "late")
         assert len(warnings) == (fraction is not None)
