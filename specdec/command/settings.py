@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
 from specdec.errors import UsageError, find_nearest, suggest
 from specdec.options import check_value, get_flags, name_flag
 
@@ -169,7 +171,10 @@ def require(settings: Any, *names: str) -> None:
         name for name in required_names if getattr(settings, name) in (None, [], "")
     ]:
         flags = ", ".join(map(name_flag, missing_names))
-        raise UsageError(f"missing {flags}", "give it on the command line or in a --config recipe")
+        context = click.get_current_context(silent=True)
+        takes_recipe = context is None or "config" in context.params
+        recipe = " or in a --config recipe" if takes_recipe else ""
+        raise UsageError(f"missing {flags}", f"give it on the command line{recipe}")
 
 
 def need(value: T | None) -> T:

@@ -320,6 +320,12 @@ def test_what_was_meant_is_told(words: list[str], fact: str, hint: str) -> None:
     assert hint in told[1]
 
 
+def test_a_recipe_is_named_by_commands_that_take_one() -> None:
+    for stage, place in (("match", ""), ("diagnose", ""), ("bench", " or in a --config recipe")):
+        hint = read_error_lines(run_cli_here(stage).stderr)[1]
+        assert hint == f"give it on the command line{place}"
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
