@@ -27,8 +27,8 @@ from torch import Tensor
 
 from specdec.command.settings import need
 from specdec.errors import SpecDecError
-from specdec.files.manifest import write_manifest
-from specdec.files.reading import Array, read_json, write_json
+from specdec.files.manifest import read_manifest, write_manifest
+from specdec.files.reading import Array, hash_file, read_json, write_json
 from specdec.files.staging import JOURNAL_NAME, get_partial, measure_free_space, stage_folder
 from specdec.files.tensor_file import (
     DTYPES,
@@ -379,11 +379,20 @@ def open_kept(path: Path) -> TensorFile:
         raise SpecDecError(error.message, REMAKE_HINT) from None
 
 
+def _read_hashes(folder: Path) -> dict[str, str | None]:
+    """Return the sha256 of each file of a folder of states."""
+    return {entry.path: entry.sha256 for entry in read_manifest(folder, KIND).outputs}
+
+
 class StoredTarget(FrozenTarget):
-    """Target whose hidden states are read from a folder, mapped, not loaded."""
+    """Target whose hidden states are read from a folder, mapped, not loaded.
+
+    A file is compared with its sha256 before the first of its rows is read.
+    """
 
     def __init__(self, folder: Path, plan: StatesPlan, setup: Setup) -> None:
         manifest = read_json(folder / "manifest.json")
+        self._unread_hashes = _read_hashes(folder)
         missing_layers = sorted(set(plan.layers) - set(manifest["layers"]))
         if missing_layers:
             raise SpecDecError(
@@ -416,6 +425,7 @@ class StoredTarget(FrozenTarget):
 
     def _read_target(self, setup: Setup) -> tuple[torch.nn.Embedding, OutputHead | None]:
         file = open_kept(self.folder / TARGET_FILE)
+        self._compare(TARGET_FILE)
         weights = {
             name: to_tensor(file.read(name), info.dtype).to(setup.accelerator.device)
             for name, info in file.tensors.items()
@@ -444,6 +454,17 @@ class StoredTarget(FrozenTarget):
             )
         return file
 
+    def _compare(self, name: str) -> None:
+        """Raise SpecDecError where a file that was not read yet is not as it was written."""
+        if name in self._unread_hashes:
+            if hash_file(self.folder / name) != self._unread_hashes[name]:
+                raise SpecDecError(
+                    f"{self.folder / name} is damaged: it has another sha256 than when it was"
+                    " written",
+                    REMAKE_HINT,
+                )
+            del self._unread_hashes[name]
+
     def _find_shard(self, rows: TokenRows, row: int) -> StatesFile | None:
         """Return the file that has a row, None where it is not kept."""
         split = next(split for split, split_rows in self.plan.splits.items() if split_rows is rows)
@@ -467,6 +488,7 @@ class StoredTarget(FrozenTarget):
             else:
                 first_token = int(batch.rows.bounds[row] - batch.rows.bounds[shard.first_row])
                 file = self._open(shard)
+                self._compare(shard.name)
                 tokens = slice(first_token, first_token + length)
                 states = [self._read_states(file, name, tokens) for name in names]
             for name, state in zip(names, states, strict=True):

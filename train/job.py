@@ -223,20 +223,14 @@ def refuse_shapes(
 
 def load_rows(setup: Setup, state: TrainingState, vocab_size: int) -> tuple[TokenRows, TokenRows]:
     """Tokenize the data on the main process; map the rows, which all processes read."""
-    from .rows import TokenRows, prepare_rows
-    from .target import load_tokenizer
+    from .rows import TokenRows
 
-    settings, accelerator = setup.settings, setup.accelerator
-    if accelerator.is_main_process and not state.has_rows():
-        # transformers warns when a process that has used it forks, which ours does not do.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        tokenizer = load_tokenizer(settings.model_dir, vocab_size)
-        rows = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
-        state.data_folder.mkdir(exist_ok=True)
-        with state.writing(state.data_folder):
-            for name, split in zip(("train", "heldout"), rows, strict=True):
-                split.save(state.data_folder, name)
-            state.finish_rows()
+    accelerator = setup.accelerator
+    if accelerator.is_main_process:
+        if state.has_rows():
+            state.check_rows()
+        else:
+            _write_rows(setup, state, vocab_size)
     accelerator.wait_for_everyone()
     if not state.has_rows():
         raise SpecDecError(
@@ -250,3 +244,20 @@ def load_rows(setup: Setup, state: TrainingState, vocab_size: int) -> tuple[Toke
     for split in splits:
         split.check_tokens(vocab_size, state.data_folder)
     return splits
+
+
+def _write_rows(setup: Setup, state: TrainingState, vocab_size: int) -> None:
+    """Tokenize the data into the training's state."""
+    from .rows import prepare_rows
+    from .target import load_tokenizer
+
+    # transformers warns when a process that has used it forks, which ours does not do.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    settings = setup.settings
+    tokenizer = load_tokenizer(settings.model_dir, vocab_size)
+    rows = prepare_rows(settings.data, settings.eval_data, tokenizer, setup.max_length)
+    state.data_folder.mkdir(exist_ok=True)
+    with state.writing(state.data_folder):
+        for name, split in zip(("train", "heldout"), rows, strict=True):
+            split.save(state.data_folder, name)
+        state.finish_rows()

@@ -1,7 +1,7 @@
 """State of an unfinished training, in `.NAME.training` next to the output folder.
 
     settings.json     facts that the weights depend on; a resumed training must have equal ones
-    data/             the tokenized rows
+    data/             the tokenized rows; `complete` has the sha256 of their files
     checkpoint.pt     weights, optimizer, step (torch.save; loaded with weights_only)
     log.jsonl         one line per progress line
 
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, summarize
 from specdec.files.manifest import describe_file
-from specdec.files.reading import parse_json, read_json, write_json
+from specdec.files.reading import hash_file, parse_json, read_json, write_json
 from specdec.options import name_flag
 from specdec.system.logs import get_logger
 
@@ -53,6 +54,7 @@ class TrainingState:
         self.folder = output_dir.parent / f".{output_dir.name}.training"
         self.data_folder = self.folder / "data"
         self._checkpoint = self.folder / "checkpoint.pt"
+        self._complete = self.data_folder / "complete"
         self._settings = self.folder / "settings.json"
         self._log = self.folder / "log.jsonl"
 
@@ -116,11 +118,25 @@ class TrainingState:
 
     def has_rows(self) -> bool:
         """Return whether the tokenized data is complete."""
-        return (self.data_folder / "complete").is_file()
+        return self._complete.is_file()
 
     def finish_rows(self) -> None:
-        """Mark the tokenized data as complete."""
-        (self.data_folder / "complete").touch()
+        """Mark the tokenized data as complete, with the sha256 of its files."""
+        hashes = {path.name: hash_file(path) for path in sorted(self.data_folder.glob("*.npy"))}
+        self._write_aside(self._complete, lambda path: write_json(path, hashes))
+
+    def check_rows(self) -> None:
+        """Raise SpecDecError where the tokenized data is not what `finish_rows` saw."""
+        # An earlier specdec wrote no hashes.
+        hashes = read_json(self._complete) if self._complete.stat().st_size else {}
+        for name, sha256 in hashes.items():
+            path = self.data_folder / name
+            if not path.is_file() or hash_file(path) != sha256:
+                raise SpecDecError(
+                    f"the tokenized rows {path} are damaged: they have another sha256 than when"
+                    " they were written",
+                    "start over with --force",
+                )
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Replace the checkpoint; a kill at any moment leaves the old or the new one."""
@@ -138,6 +154,9 @@ class TrainingState:
         import torch
 
         try:
+            with zipfile.ZipFile(self._checkpoint) as archive:  # torch ignores its sums
+                if archive.testzip() is not None:
+                    raise self.refuse_checkpoint()
             return dict(
                 torch.load(self._checkpoint, map_location="cpu", weights_only=True, mmap=maps)
             )

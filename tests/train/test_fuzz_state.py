@@ -172,6 +172,28 @@ def test_damaged_arrays(name: str, state: TrainingState) -> None:
     assert "--force" in caught.value.hint
 
 
+def test_changed_numbers_are_not_resumed_from(state: TrainingState) -> None:
+    """A bit of a token, and one of a weight, which leave sizes and names as they are."""
+    state.check_rows()
+    checkpoint = state.load_checkpoint()
+    assert checkpoint is not None
+    weight = checkpoint["drafter"]["0.weight"].numpy().tobytes()
+    for path, value in (
+        (state.data_folder / "train.tokens.npy", np.arange(12, dtype=np.uint16).tobytes()),
+        (state.folder / "checkpoint.pt", weight),
+    ):
+        content = bytearray(path.read_bytes())
+        content[content.index(value)] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(SpecDecError, match=r"train\.tokens\.npy are damaged") as caught:
+        state.check_rows()
+    assert "--force" in caught.value.hint
+    with pytest.raises(SpecDecError, match=r"checkpoint\.pt is damaged"):
+        state.load_checkpoint()
+    (state.data_folder / "complete").write_bytes(b"")  # as an earlier specdec left it
+    state.check_rows()
+
+
 @pytest.mark.parametrize(
     ("line", "fact"),
     [

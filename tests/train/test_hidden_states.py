@@ -107,6 +107,13 @@ def exchange(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
+def flip(path: Path) -> None:
+    """Change a number of the last tensor, which is as good as any other."""
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+
+
 def test_other_torn_and_poor_states_are_refused(
     run_train: Any, inputs: Any, target_dir: Path, data_file: Path, tmp_path: Path
 ) -> None:
@@ -149,14 +156,16 @@ def test_other_torn_and_poor_states_are_refused(
         assert done.last_lines[0].startswith(f"error: {states} {words}")
         assert done.last_lines[1] == f"hint: {hidden_states.REMAKE_HINT}"
 
-    path = states / "train-00001.safetensors"
-    whole = path.read_bytes()
-    damages: tuple[tuple[Callable[[Path], None], str], ...] = (
-        (cut, "describes"),
-        (Path.unlink, "does not exist"),
-        (exchange, "does not hold the rows that manifest.json says"),
+    damages: tuple[tuple[str, Callable[[Path], None], str], ...] = (
+        ("train-00001", cut, "describes"),
+        ("train-00001", Path.unlink, "does not exist"),
+        ("train-00001", exchange, "does not hold the rows that manifest.json says"),
+        ("heldout-00000", flip, "is damaged: it has another sha256 than when it was written"),
+        ("target", flip, "is damaged: it has another sha256 than when it was written"),
     )
-    for damage, words in damages:
+    for name, damage, words in damages:
+        path = states / f"{name}.safetensors"
+        whole = path.read_bytes()
         damage(path)
         done = run_train(*options, ends=1)
         assert done.last_lines[0].startswith(f"error: {path} {words}")

@@ -440,6 +440,9 @@ def test_rows_are_tokenized_once(target_dir: Path, tokenizer: Any, tmp_path: Pat
     assert again.tokens.tolist() == train_rows.tokens.tolist()
     with pytest.raises(SpecDecError, match="the target has 9"):
         job.load_rows(make_setup(settings), state, 9)
+    np.save(state.data_folder / "train.tokens.npy", np.flip(train_rows.tokens))
+    with pytest.raises(SpecDecError, match=r"train\.tokens\.npy are damaged"):
+        job.load_rows(make_setup(settings), state, 320)
     (state.data_folder / "complete").unlink()
     elsewhere = {**vars(ACCELERATOR), "is_main_process": False, "process_index": 1}
     with pytest.raises(SpecDecError, match="is not there on process 1"):
