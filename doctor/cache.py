@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -19,7 +17,7 @@ from specdec.files.engine_cache import (
     measure_folder,
     read_limit,
 )
-from specdec.system.cache import PARTS, find_cache
+from specdec.system.cache import PARTS, clear_folder, find_cache
 
 ENGINES = PARTS[FOLDER_NAME]
 PARTIAL_PREFIXES = (".", "tmp")  # of names of what is being written
@@ -131,18 +129,15 @@ def _is_partial(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove an entry; return False for one that a process may still be writing."""
+    """Remove an entry; return False for one that a process uses, or may still be writing."""
     with contextlib.suppress(FileNotFoundError):
         if _is_partial(path):
             newest = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
             if time.time() - newest < ABANDONED_SECONDS:
                 return False
         if path.is_dir() and not path.is_symlink():
-            removed = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-            path.replace(removed)  # half a folder never has an entry's name
-            shutil.rmtree(removed)
-        else:
-            path.unlink()
+            return clear_folder(path)
+        path.unlink()
     return True
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.folders import find_gguf, list_parts
 from specdec.files.reading import write_json
+from specdec.system.cache import find_cache, use_folder
 
 from .model import GgufModel
 from .special import PREFIX, list_ends
@@ -26,7 +27,10 @@ KEY_LENGTH = 16
 
 
 def localize(name: str | Path) -> str:
-    """Return the folder that stands for a GGUF file, or for a folder with one; else the name."""
+    """Return the folder that stands for a GGUF file, or for a folder with one; else the name.
+
+    It is not cleared from the cache while this process lives.
+    """
     path = find_gguf(name) if name else None
     if path is None:
         return str(name)
@@ -40,9 +44,14 @@ def localize(name: str | Path) -> str:
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.")[:40] or "model"
     parent = _find_parent()
     folder = parent / f"{stem}-{digest.hexdigest()[:KEY_LENGTH]}"
-    if folder.is_dir():
-        return str(folder)
-    model = GgufModel(path)
+    while not use_folder(folder):  # or it is cleared meanwhile
+        _make_folder(path, folder)
+    return str(folder)
+
+
+def _make_folder(path: Path, folder: Path) -> None:
+    """Make the folder that stands for a GGUF file."""
+    model, parent = GgufModel(path), folder.parent
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=parent))
     try:
         write_files(model, partial)
@@ -55,13 +64,10 @@ def localize(name: str | Path) -> str:
             ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return str(folder)
 
 
 def _find_parent() -> Path:
     """Return the cache's folder for GGUF, or a temporary one where that cannot be written."""
-    from specdec.system.cache import find_cache
-
     if (cache := find_cache()) is not None:
         with contextlib.suppress(OSError):
             (cache / "gguf").mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,15 @@
-"""The user's folder of files that can be made again."""
+"""The user's folder of files that can be made again, and which of its folders are in use."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
+import tempfile
 from pathlib import Path
+
+_locks: dict[Path, int] = {}  # descriptors of the folders that this process uses, until it ends
 
 
 def find_cache() -> Path | None:
@@ -30,3 +36,45 @@ PARTS = {
     "costs": "cost tables",
     "checked": "records of compared files",
 }
+
+
+def use_folder(folder: Path) -> bool:
+    """Keep a folder from being cleared while this process lives; return False if it is gone."""
+    lock = _locks.get(folder)
+    if lock is not None and _is_at(lock, folder):
+        return True
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    if not _is_at(lock, folder):
+        os.close(lock)
+        return False
+    if (earlier_lock := _locks.pop(folder, None)) is not None:
+        os.close(earlier_lock)
+    _locks[folder] = lock
+    return True
+
+
+def clear_folder(folder: Path) -> bool:
+    """Remove a folder; return False where a process uses it."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        removed = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.replace(removed)  # half a folder never has an entry's name
+    finally:
+        os.close(lock)
+    shutil.rmtree(removed)
+    return True
+
+
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Return whether a folder that was opened still has its name."""
+    return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())

@@ -14,6 +14,8 @@ from specdec.doctor import cache as doctor_cache
 from specdec.doctor.report import examine, format_report
 from specdec.doctor.settings import DoctorSettings
 from specdec.files.engine_cache import EngineUse
+from specdec.system import cache as system_cache
+from specdec.system.cache import use_folder
 from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
 
@@ -106,6 +108,26 @@ def test_clearing_says_what_was_removed(cache: Path) -> None:
     assert "    new-2: 1.5 MB" in lines
     assert not any(line.startswith("left") for line in lines)
     assert [path.name for path in cache.rglob("*") if path.is_file()][-1:] != [".partial-abc"]
+
+
+def test_a_tokenizer_in_use_is_not_cleared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that was made again under the name of another that is in use."""
+    locks: dict[Path, int] = {}
+    monkeypatch.setattr(system_cache, "_locks", locks)
+    folder = cache / "gguf" / "small-3"
+    for _ in range(2):
+        assert use_folder(folder)
+        assert use_folder(folder)
+        assert "small-3" in {entry["name"] for entry in doctor_cache.clear_cache()["left"]}
+        assert (folder / "config.json").is_file()
+        shutil.rmtree(folder)
+        assert not use_folder(folder)
+        folder.mkdir()
+        (folder / "config.json").touch()
+    assert use_folder(folder)
+    os.close(locks.pop(folder))
+    assert "small-3" in {entry["name"] for entry in doctor_cache.clear_cache()["removed"]}
+    assert not list((cache / "gguf").iterdir())
 
 
 def test_an_engine_is_no_cache(cache: Path) -> None:

@@ -29,6 +29,7 @@ from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
 from specdec.gguf.names import order_turned
 from specdec.gguf.tokenizer import TokenizerMaker
+from specdec.system.cache import clear_folder
 from specdec.text.pretrained import load_model, load_tokenizer
 from tests.blocks import LLAMA_NORMS, LLAMA_ROWS, begin_llama, finish
 from tests.covering import cover
@@ -376,6 +377,16 @@ def test_a_full_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SpecDecError, match="m.gguf cannot be written to .*/cache: No space left"):
         localize(tmp_path / "m.gguf")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_is_read_is_not_cleared(tmp_path: Path) -> None:
+    """One that a user removes all the same is made again."""
+    write_gguf(tmp_path / "m.gguf")
+    for _ in range(2):
+        made = Path(localize(tmp_path / "m.gguf"))
+        assert not clear_folder(made)
+        assert (made / "config.json").is_file()
+        shutil.rmtree(made)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
