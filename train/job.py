@@ -73,17 +73,18 @@ def prepare_job(setup: Setup) -> TrainingJob:
         state.open(facts, resume=settings.resume, inferred=list_inferred(settings))
     accelerator.wait_for_everyone()
     vocab_size = target.shape.vocab_size if target is not None else int(config.vocab_size)
-    train_rows, heldout_rows = load_rows(setup, state, vocab_size)
-    splits = {"train": train_rows, "heldout": heldout_rows}
-    if target is None:
-        from .hidden_states import open_states
+    with state.removing(is_kept=settings.resume or not accelerator.is_main_process):
+        train_rows, heldout_rows = load_rows(setup, state, vocab_size)
+        splits = {"train": train_rows, "heldout": heldout_rows}
+        if target is None:
+            from .hidden_states import open_states
 
-        target = open_states(
-            setup, splits, vocab_size, [*target_files, *data_files],
-            name_hashes(target_files, data_files),
-        )  # fmt: skip
-    else:
-        target.check_rows(splits)
+            target = open_states(
+                setup, splits, vocab_size, [*target_files, *data_files],
+                name_hashes(target_files, data_files),
+            )  # fmt: skip
+        else:
+            target.check_rows(splits)
     return TrainingJob(
         **vars(setup), state=state, target=target, train_rows=train_rows,
         heldout_rows=heldout_rows, target_files=target_files, data_files=data_files,

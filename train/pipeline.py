@@ -198,12 +198,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
         )
     with name_unfinished(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
-        try:
+        with job.state.removing(is_kept=folder is None or settings.resume):
             loop = start_loop(job)
-        except SpecDecError:
-            if folder is not None and not settings.resume:
-                job.state.remove()  # no step was taken: nothing to resume
-            raise
         start_time = time.monotonic()
         evaluation = loop.run()
         loop.hooks.finish()

@@ -201,6 +201,19 @@ class TrainingState:
             lines.append(line)
         return lines
 
+    @contextlib.contextmanager
+    def removing(self, *, is_kept: bool) -> Iterator[None]:
+        """Remove the folder where the body fails before the first step: nothing is to be resumed.
+
+        is_kept: whether it is left, as an earlier run's is, and other processes leave it.
+        """
+        try:
+            yield
+        except SpecDecError:
+            if not is_kept:
+                self.remove()
+            raise
+
     def remove(self) -> None:
         """Remove the folder once the drafter is written."""
         shutil.rmtree(self.folder, ignore_errors=True)

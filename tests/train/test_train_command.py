@@ -213,6 +213,20 @@ def test_a_damaged_checkpoint_is_refused_and_force_starts_anew(
     assert "exists and is not empty" in existing.last_lines[0]
 
 
+def test_what_fails_before_the_first_step_leaves_nothing_to_resume(
+    run_train: Any, inputs: Any, data_file: Path, tmp_path: Path
+) -> None:
+    """Once the line is mended, the command is the one of before."""
+    data = tmp_path / "data.jsonl"
+    options = (*inputs, "--data", data, "--output-dir", tmp_path / "out", "--max-steps", 1)
+    data.write_text('{"prompt": "alone"}\n')
+    done = run_train(*options, ends=1)
+    assert "line 1 cannot be used" in done.last_lines[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+    data.write_bytes(data_file.read_bytes())
+    run_train(*options)
+
+
 def test_resuming_nothing_starts_a_training(run_train: Any, inputs: Any, tmp_path: Path) -> None:
     done = run_train(*inputs, "--output-dir", tmp_path / "out", "--max-steps", 1, "--resume")
     assert "nothing to resume" in done.err
