@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from specdec.errors import SpecDecError, join_names
 from specdec.methods.mtp import FORMS, METHOD, MODULES, NORMS, Form, MtpConvert, MtpParams
 from specdec.model.config import ModelConfig
-from specdec.model.config_reader import ConfigReader, count_experts
+from specdec.model.config_reader import ConfigReader, count_experts, read_rotary
 from specdec.model.tensors import HEAD, HEAD_BIAS, MTP_NET
 from specdec.options import as_options
 from specdec.system import logs
@@ -129,6 +129,14 @@ class MtpConverter(NetConverter):
                 f"{self.model.architecture} has layer norms, learned positions, or attention and"
                 " MLP side by side, and no head for multi-token prediction is known for it",
                 "use another method",
+            )
+        reader = ConfigReader(self.folder.config, self.folder.path)
+        base = read_rotary(reader).base
+        if base not in (None, self.model.rotary_base):
+            raise SpecDecError(
+                f"{self.folder.path / 'config.json'}: the head's rope_theta is {base:g}, the"
+                f" target's {self.model.rotary_base:g}, by which it would draft",
+                "give the head that was trained for this target",
             )
         return MtpParams(
             max_draft_len=as_options(self.settings, MtpConvert).mtp_max_draft_len or 8,

@@ -310,6 +310,26 @@ def test_a_head_that_does_not_fit(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rope_theta": 5e5, "rope_parameters": "ABSENT"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": "ABSENT"},
+    ],
+)
+def test_a_head_of_another_rotary_embedding_is_refused(
+    facts: dict[str, Any], tmp_path: Path
+) -> None:
+    """It would draft by the target's, and worse than it was trained to."""
+    target = make_llama(tmp_path)
+    head = set_config(make_mtp_head(tmp_path, target), **facts)
+    done = run_cli_here(
+        "convert", "--model-dir", target, "--mtp-model-dir", head, "--output-dir", tmp_path / "out"
+    )
+    assert done.returncode == 1
+    assert "the head's rope_theta is 500000, the target's 10000, by which" in done.stderr
+
+
 def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
     target = make_family_model(tmp_path, "phi", heads=4)
     head = make_mtp_head(tmp_path, make_llama(tmp_path, name="other"))
