@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from specdec import Event
 from specdec.decode.requests import PLAIN, DraftTree, Origin, Request, TokenLogprob
-from specdec.text.answer_parser import Delta, Parser
+from specdec.text.answer_parser import Parser
+from specdec.text.answer_reader import Delta
 
 from .metrics import FINISH_REASONS, describe_jobs
 from .protocol import EVENT_STREAM, BadRequest, describe_error
@@ -72,7 +73,7 @@ class Choice(Job):
         self._deltas: list[Delta] = []
         self._marks: deque[tuple[int, str]] = deque()  # positions and markers
         self._parsed_length = 0  # characters that the parser has read
-        self._marked_length = 0  # characters of the markers before the reasoning's end
+        self._fed_marks: list[tuple[int, str]] = []  # in what the parser has read
 
     def add(self, event: Event) -> str:
         """Take an event; return the new text."""
@@ -146,14 +147,17 @@ class Choice(Job):
         """Find the parts of the text that is certain."""
         while self._marks and self._marks[0][0] <= len(self.text):
             end, mark = self._marks.popleft()
-            self._marked_length += 0 if parser.reasoning_end else len(mark)
+            num_marked = sum(len(fed_mark) for _, fed_mark in self._fed_marks)
+            self._fed_marks.append((end + num_marked, mark))
             self._deltas += parser.feed(self.text[self._parsed_length : end] + mark)
             self._parsed_length = end
         self._deltas += parser.feed(self.text[self._parsed_length :])
         self._parsed_length = len(self.text)
         if is_over:
             self._deltas += parser.finish(is_cut=self.finish_reason == "length")
-            reasoning_end = parser.reasoning_end - self._marked_length
+            reasoning_end = parser.reasoning_end
+            marks = (mark for start, mark in self._fed_marks if start < reasoning_end)
+            reasoning_end -= sum(map(len, marks))
             self.num_reasoning_tokens = sum(token.start < reasoning_end for token in self.tokens)
             if parser.calls and not parser.is_call_cut and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"

@@ -210,7 +210,8 @@ def make_parser(calling: Calling | None, formats: ChatFormats, request: Request)
     """Return the parser of a request's answer, None for an answer without calls and reasoning."""
     prompt, continued_text = request.input_text, request.continued_text
     has_reasoning = find_thinking(formats.reasoning, prompt, continued_text) is not False
-    if calling is None and not (has_reasoning or formats.is_harmony):
+    has_marks = formats.reasoning is not None and bool(formats.reasoning.text_marks)
+    if calling is None and not (has_reasoning or has_marks or formats.is_harmony):
         return None
     return open_parser(
         formats, prompt, None if calling is None else calling.schemas,

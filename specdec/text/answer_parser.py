@@ -1,24 +1,16 @@
-"""Parser of a chat's answer: reasoning, content and tool calls, found in the text as it comes.
-
-A step with drafts brings several tokens at once, so that new text may hold half a marker or two
-calls. What is found depends on the whole text only, never on where new text begins. So each reader
-below is a generator that waits for more text, by `yield`, until it can decide.
-"""
+"""Parser of a chat's answer: reasoning, content and tool calls, found in the text as it comes."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
+from .answer_reader import AnswerReader, Delta, Reading
 from .call_arguments import SchemaReader, may_be_arguments, read_argument, write_arguments
-from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat, make_id
-from .json_scan import JsonScan, read_json_text
-
-T = TypeVar("T")
-Reading = Generator[None, None, T]
-Delta = dict[str, Any]
+from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
+from .json_scan import JsonScan, is_json, read_json_text
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 # The JSON of a call up to its arguments, which a stream may send before the call has ended.
@@ -35,7 +27,7 @@ _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)
 _NAME_LETTERS = re.compile(f"{NAME_LETTERS}*")
 
 
-class Parser:
+class Parser(AnswerReader):
     """Parser of one answer. `feed` it text, then `finish`; both return a stream's deltas."""
 
     def __init__(
@@ -43,7 +35,7 @@ class Parser:
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         *,
-        is_thinking: bool = False,
+        thinking: bool | None = None,
         has_thoughts: bool = False,
         needs_marker: bool = False,
         schemas: Mapping[str, Any] | None = None,
@@ -51,70 +43,43 @@ class Parser:
     ) -> None:
         """Begin an answer.
 
-        is_thinking: whether the prompt has opened the reasoning. has_thoughts: whether it has some
-        of that, which the answer goes on with. needs_marker: whether a call is
-        certain to have its opening, where the format has one, as a grammar sees to. schemas: of the
-        arguments, by the names of the tools. marks: the markers that are special tokens, by their
-        ids: texts have none, so that whoever feeds them puts these where the tokens are.
+        thinking: whether the answer begins with reasoning, of `find_thinking`. has_thoughts:
+        whether the prompt has some of that, which the answer goes on with. needs_marker: whether a
+        call is certain to have its opening, where the format has one, as a grammar sees to.
+        schemas: of the arguments, by the names of the tools. marks: the markers that are special
+        tokens, by their ids: texts have none, so that whoever feeds them puts these where the
+        tokens are.
         """
         self.marks = marks or {}
-        self._format, self._reasoning = tools, reasoning
-        self._is_thinking, self._has_thoughts = is_thinking, has_thoughts
+        self._reasoning, self._thinking, self._has_thoughts = reasoning, thinking, has_thoughts
         self._schemas = schemas or {}
         self._needs_marker = needs_marker
-        self._text, self._position, self._is_over = "", 0, False
-        self._is_cut = False  # whether a limit has ended the answer
-        self._has_run_out = False  # whether the text ended before a call was certain
-        self._deltas: list[Delta] = []
-        self._texts = {"content": "", "reasoning_content": ""}
         self.reasoning_end = 0  # position in the text that was fed
-        self.calls: list[Delta] = []
-        self.is_call_cut = False  # whether a call's arguments are incomplete
-        self._reader = self._read()
-        next(self._reader)
-
-    @property
-    def content(self) -> str:
-        return self._texts["content"]
-
-    @property
-    def reasoning(self) -> str:
-        return self._texts["reasoning_content"]
-
-    def feed(self, text: str) -> list[Delta]:
-        """Parse more text of the answer; return the new deltas."""
-        self._text += text
-        next(self._reader, None)
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """End the answer; return its last deltas.
-
-        is_cut: whether a limit ended the answer. Text that may then be the beginning of a call,
-        without its name or with half a marker, is in no part of the answer.
-        """
-        self._is_over, self._is_cut = True, is_cut
-        return self.feed("")
+        super().__init__(tools)
 
     def _read(self) -> Reading[None]:
         yield
-        if self._reasoning is not None:
+        if self._reasoning is not None and self._thinking is not False:
             yield from self._read_reasoning(self._reasoning)
-        if self._format is not None:
-            yield from self._read_content(self._format)
-        yield from self._copy()
+        form, markers = self._format, list[str]()
+        if form is not None:
+            markers += [form.begin] if form.begin else []
+            if form.is_bare or not self._needs_marker:
+                yield from self._read_bare(form)
+                markers += [form.inner] if form.inner and not self._needs_marker else []
+            if self._needs_marker and form.is_bare and form.tags is not None:
+                markers = []  # a grammar writes calls as JSON alone
+        yield from self._read_content(form, markers)
 
-    def _read_content(self, form: ToolFormat) -> Reading[None]:
-        """Read content and calls, as long as there are markers with which a call may begin."""
-        markers = [form.begin] if form.begin else []
-        if form.is_bare or not self._needs_marker:
-            yield from self._read_bare(form)
-            markers += [form.inner] if form.inner and not self._needs_marker else []
-        if self._needs_marker and form.is_bare and form.tags is not None:
-            markers = []  # a grammar writes calls as JSON alone
-        while markers and (marker := (yield from self._copy(*markers))):
-            yield from self._read_marked(form, marker)
+    def _read_content(self, form: ToolFormat | None, markers: list[str]) -> Reading[None]:
+        """Read content and the calls that begin with markers; leave out the marks around a text."""
+        marks = self._reasoning.text_marks if self._reasoning is not None else ()
+        while marker := (yield from self._copy(*marks, *markers)):
+            if form is not None and marker in markers:
+                yield from self._read_marked(form, marker)
+            else:
+                end = self._text.index(marker, self._position) + len(marker)
+                self._position = yield from self._skip(end)
 
     def _read_marked(self, form: ToolFormat, marker: str) -> Reading[None]:
         """Read the calls after a marker; without a call there, the marker is content."""
@@ -136,47 +101,47 @@ class Parser:
             position = yield from self._skip(position)
         if (yield from self._has(position, form.begin)):
             position = yield from self._skip(position + len(form.begin))
-        elif not (self._is_thinking or form.is_assumed):
+        elif not (self._thinking or form.is_assumed):
             return
         self._position = position
-        if (yield from self._copy(form.end, field="reasoning_content")):
-            position = self._text.index(form.end, self._position) + len(form.end)
-            self.reasoning_end = position
-            self._position = yield from self._skip(position)
-        else:
-            self.reasoning_end = len(self._text)
+        tools = self._format if not self._needs_marker else None
+        markers = (form.end, tools.begin) if tools is not None and tools.begin else (form.end,)
+        while marker := (yield from self._copy(*markers, field="reasoning_content")):
+            if tools is None or marker == form.end:
+                position = self._text.index(form.end, self._position) + len(form.end)
+                self.reasoning_end = position
+                self._position = yield from self._skip(position)
+                return
+            if (yield from self._read_last_calls(form, tools)):
+                return
+        self.reasoning_end = len(self._text)
 
-    def _copy(self, *markers: str, field: str = "content") -> Reading[str]:
-        """Add text up to the first marker and the white space before it; return the marker."""
+    def _read_last_calls(self, form: ReasoningFormat, tools: ToolFormat) -> Reading[bool]:
+        """Read calls that end an answer whose reasoning has no end; return whether there are some.
+
+        Models leave out the end before a call at times. What comes before more reasoning, or before
+        its end, is only thought of.
+        """
+        start = position = self._text.index(tools.begin, self._position)
+        parser, deltas = Parser(tools, None, schemas=self._schemas), list[Delta]()
         while True:
-            end, marker = self._find_first(markers)
-            if not marker:
-                keeps_half = self._is_over and not self._is_cut
-                end = len(self._text) if keeps_half else self._find_half(markers)
-            has_more = bool(marker) or not self._is_over or end < len(self._text)
-            if has_more or self.calls:
-                end = self._position + len(self._text[self._position : end].rstrip())
-            self._add(end, field)
-            if marker:
-                return marker
+            deltas += parser.feed(self._text[position:])
+            deltas += parser.finish(is_cut=self._is_cut) if self._is_over else []
+            thought_end = self._text.find(form.end, max(start, position - len(form.end)))
+            is_known = all(call["function"]["name"] in self._schemas for call in parser.calls)
+            if thought_end >= 0 or parser.content or not is_known:
+                end = start + max(len(tools.begin), parser.content_start)
+                end = min(end, thought_end) if thought_end >= 0 else end
+                self._add(start + len(self._text[start:end].rstrip()), "reasoning_content")
+                return False
             if self._is_over:
-                self._position = len(self._text)
-                return ""
+                break
+            position = len(self._text)
             yield
-
-    def _find_first(self, markers: Sequence[str], position: int | None = None) -> tuple[int, str]:
-        """Find where the first marker begins, and which it is; -1 and an empty text for none."""
-        start = self._position if position is None else position
-        starts = ((self._text.find(marker, start), marker) for marker in markers)
-        return min((pair for pair in starts if pair[0] >= 0), default=(-1, ""))
-
-    def _find_half(self, markers: Sequence[str]) -> int:
-        """Return where half a marker begins that ends the text; the text's length for none."""
-        size = max(map(len, markers), default=1) - 1
-        for start in range(max(self._position, len(self._text) - size), len(self._text)):
-            if any(marker.startswith(self._text[start:]) for marker in markers):
-                return start
-        return len(self._text)
+        self.calls, self.is_call_cut = parser.calls, parser.is_call_cut
+        self._deltas += deltas
+        self.reasoning_end, self._position = start, len(self._text)
+        return True
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
         """Read an answer that begins with a call without a marker, of a tool of the request.
@@ -225,10 +190,11 @@ class Parser:
                 return False
             yield
 
-    def _read_end(self, word: str, position: int) -> Reading[int]:
+    def _read_end(self, word: str, position: int, *, is_last: bool = True) -> Reading[int]:
         """Return the end of a word that may stand after a call, whole or cut by the text's end.
 
-        Brackets between them close nothing, as models write one too many at times.
+        Brackets before it close nothing, as models write one too many at times; where it is not
+        the last word they may belong to the next one.
         """
         behind = end = yield from self._skip(position)
         while True:
@@ -236,8 +202,8 @@ class Parser:
                 return end + len(word)
             if word.startswith(self._text[end:]):
                 return len(self._text)
-            if not word or self._text[end] not in "}]":
-                return behind
+            if self._text[end] not in "}]":
+                return end if is_last else behind
             end = yield from self._skip(end + 1)
 
     def _read_calls(self, form: ToolFormat, position: int, is_bare: bool) -> Reading[int | None]:
@@ -276,7 +242,9 @@ class Parser:
             return None
         else:
             end = yield from self._read_function(form, position, is_bare)
-        return end if end is None else (yield from self._read_end(form.call_end, end))
+        if end is None or not form.call_end:
+            return end
+        return (yield from self._read_end(form.call_end, end, is_last=False))
 
     def _read_written(
         self, form: ToolFormat, position: int, *, is_bare: bool = False
@@ -288,8 +256,8 @@ class Parser:
 
     def _read_list(self, position: int, *, is_bare: bool = False) -> Reading[int | None]:
         """Read the JSON of a call, or a list of them; return where it ends, None for none."""
-        end = None
-        if self._text[position : position + 1] == "[":
+        end, is_list = None, self._text[position : position + 1] == "["
+        if is_list:
             position = yield from self._skip(position + 1)
         while True:
             call_end = yield from self._read_object(position, is_bare)
@@ -298,10 +266,12 @@ class Parser:
                 return len(self._text) if has_half else end
             end = call_end
             position = yield from self._skip(call_end)
+            while is_list and self._text[position : position + 1] == "}":  # one too many
+                position = yield from self._skip(position + 1)
             letter = self._text[position : position + 1]
             if letter in (",", ";", "]"):
                 end = position + 1
-            if letter not in (",", ";", "{") or (letter == "{" and is_bare):
+            if letter not in (",", ";", "{"):
                 return end
             position = yield from self._skip(position + (letter != "{"))
 
@@ -318,9 +288,7 @@ class Parser:
                     return None
                 return (yield from self._read_arguments(name, head.end(), depth=1))
             if scan.run(self._text):
-                is_call = scan.is_whole and self._take_object(
-                    self._text[position : scan.position], is_bare
-                )
+                is_call = scan.is_whole and self._take_object(scan.take(), is_bare)
                 return scan.position if is_call else None
             if self._is_over:
                 self._has_run_out = True
@@ -357,7 +325,9 @@ class Parser:
         if not isinstance(name, str) or (is_bare and (name not in self._schemas or not values)):
             return False
         self._begin_call(name)
-        self._add_arguments(write_arguments(values[0] if values else None))
+        arguments = write_arguments(values[0] if values else None)
+        self._add_arguments(arguments)
+        self.is_call_cut |= not is_json(arguments)
         return True
 
     def _read_arguments(
@@ -374,13 +344,15 @@ class Parser:
             is_over = scan.run(self._text)
             if self._is_over and not is_over:  # cut off, perhaps after a backslash
                 scan.position, is_over = len(self._text), True
-            self._add_arguments(self._text[position : scan.position])
-            position = scan.position
+            self._add_arguments(scan.take())
             if not is_over:
                 yield
-        self.is_call_cut |= not scan.is_whole
+        self.is_call_cut |= not is_json(self.calls[-1]["function"]["arguments"])
+        position = yield from self._skip(scan.position)
+        if not depth or self._text[position : position + 1] not in ("}", ","):
+            return scan.position
         scan = JsonScan(position, depth)
-        while depth and not scan.run(self._text) and not self._is_over:
+        while not scan.run(self._text) and not self._is_over:
             yield
         return scan.position
 
@@ -437,13 +409,24 @@ class Parser:
             value = read_argument(tags.clean(self._text[start:end]), key, schema)
             self._add_arguments(f"{prefix}{json.dumps(key)}: {value}")
             prefix = ", "
-        closing = form.call_end or form.end
-        if not (yield from self._has(position, closing)) and any(
-            tag.startswith(self._text[position:]) for tag in (tags.key_begin, closing)
-        ):
+        if (yield from self._is_cut_between(form, tags, position, has_arguments=bool(keys))):
             return self._cut_function(prefix)
         self._add_arguments("{}" if prefix == "{" else "}")
         return position
+
+    def _is_cut_between(
+        self, form: ToolFormat, tags: TagForm, position: int, *, has_arguments: bool
+    ) -> Reading[bool]:
+        """Return whether the text ends between two arguments, where a limit or half a tag does it.
+
+        Models leave out the end of a call that has arguments at times.
+        """
+        closing = form.call_end or form.end
+        if has_arguments and position == len(self._text) and not self._is_cut:
+            return False
+        if (yield from self._has(position, closing)):
+            return False
+        return any(tag.startswith(self._text[position:]) for tag in (tags.key_begin, closing))
 
     def _find_value_end(
         self, form: ToolFormat, tags: TagForm, start: int, schema: Any, keys: Set[str]
@@ -537,57 +520,6 @@ class Parser:
         self._add_arguments(prefix if prefix == "{" else "")
         self.is_call_cut = True
         return len(self._text)
-
-    def _skip(self, position: int) -> Reading[int]:
-        """Return the end of the white space at a position."""
-        while True:
-            while position < len(self._text) and self._text[position].isspace():
-                position += 1
-            if position < len(self._text) or self._is_over:
-                return position
-            yield
-
-    def _has(self, position: int, word: str) -> Reading[bool]:
-        """Return whether a word stands at a position."""
-        while not self._text.startswith(word, position):
-            may_come = word.startswith(self._text[position:])
-            if self._is_over or not may_come:
-                self._has_run_out |= may_come
-                return False
-            yield
-        return True
-
-    def _find(self, word: str, position: int) -> Reading[int]:
-        """Return the position of a word, searched from a position; -1 for none."""
-        while (start := self._text.find(word, position)) < 0:
-            if self._is_over:
-                return -1
-            position = max(position, len(self._text) - len(word) + 1)
-            yield
-        return start
-
-    def _add(self, end: int, field: str = "content") -> None:
-        """Add the text up to an end to a field of the message."""
-        text, self._position = self._text[self._position : end], end
-        if text:
-            self._texts[field] += text
-            self._deltas.append({field: text})
-
-    def _begin_call(self, name: str) -> None:
-        call: Delta = {
-            "id": make_id(self._format), "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }  # fmt: skip
-        self.calls.append(call)
-        self._add_call_delta(call | {"function": dict(call["function"])})
-
-    def _add_arguments(self, text: str) -> None:
-        if text:
-            self.calls[-1]["function"]["arguments"] += text
-            self._add_call_delta({"function": {"arguments": text}})
-
-    def _add_call_delta(self, delta: Delta) -> None:
-        self._deltas.append({"tool_calls": [{"index": len(self.calls) - 1, **delta}]})
 
 
 def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specdec.text.json_scan import rewrite_json
 from specdec.text.schemas import find_target
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -39,7 +40,7 @@ def read_argument(text: str, name: str, schema: Any) -> str:
 def write_arguments(arguments: Any) -> str:
     """Return a call's arguments as JSON, which may be a text that is JSON already."""
     if isinstance(arguments, str):
-        return arguments
+        return rewrite_json(arguments.strip()) or "{}"
     return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
 
 

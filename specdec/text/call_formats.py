@@ -140,11 +140,16 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningFormat:
-    """Markers around reasoning. is_assumed: whether each answer begins inside them."""
+    """Markers around reasoning.
+
+    is_assumed: whether each answer begins inside them. text_marks: those that may stand around the
+    text of the answer, which leaves them out.
+    """
 
     begin: str
     end: str
     is_assumed: bool = False
+    text_marks: tuple[str, ...] = ()
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -152,7 +157,16 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", is_assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
-}
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", text_marks=(
+        "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>",
+    )),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    "apriel": ReasoningFormat(
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]",
+        text_marks=("[END FINAL RESPONSE]",),
+    ),
+}  # fmt: skip
 
 
 def find_thinking(

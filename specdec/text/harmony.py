@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec.text.answer_parser import Parser, Reading
+from specdec.text.answer_parser import Parser
+from specdec.text.answer_reader import Reading
 from specdec.text.call_formats import ChatFormats, ReasoningFormat, ToolFormat, find_thinking
 from specdec.text.text_stream import INCOMPLETE, TextForm, decode_text
 
@@ -194,10 +195,10 @@ def open_parser(
     if formats.is_harmony:
         return HarmonyParser(tools, find_opening(prompt), schemas=schemas, **options)
     thinking = find_thinking(formats.reasoning, prompt, continued_text)
-    reasoning = None if thinking is False else formats.reasoning
+    reasoning = formats.reasoning
     is_begun = reasoning is not None and not prompt.rstrip().endswith(reasoning.begin)
     return Parser(
-        tools, reasoning, is_thinking=thinking is True, schemas=schemas,
+        tools, reasoning, thinking=thinking, schemas=schemas,
         has_thoughts=bool(continued_text.strip()) and is_begun, **options,
     )  # fmt: skip
 

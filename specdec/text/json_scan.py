@@ -1,57 +1,114 @@
-"""Search for the end of a JSON value in a text that grows, such as a call's arguments."""
+"""Reading of a JSON value in a text that grows, such as a call's arguments, and where it ends.
+
+Models write at times what only Python reads, or a line break inside of a text: both become JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 
-# Outside of texts: quotation marks, brackets, and characters that JSON cannot have.
-_STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s:,.+-]')
-_TEXT_END = re.compile(r'["\\]')
+# Outside of texts: what JSON may have there, and Python.
+_PIECE = re.compile(r"""[\s:]+|,\s*|[\w.+-]+|["'{}\[\]]""")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
+# Inside of texts, by their quotation marks: what ends them, or may not stand there as it is.
+_STOPS = {mark: re.compile(rf'[{mark}"\\\x00-\x1f]') for mark in "\"'"}
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_SO_FAR = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 
 
 class JsonScan:
-    """Search for the end of a JSON value, in a text that grows."""
+    """Reading of a JSON value up to its end, in a text that grows."""
 
     def __init__(self, position: int, depth: int = 0) -> None:
         """position: where the value begins, or goes on in `depth` objects; moves to its end."""
-        self.position, self._is_in_text, self.is_whole = position, False, False
+        self.position, self.is_whole = position, False
+        self._is_over = False
+        self._mark = ""  # quotation mark of the text that is being read
         self._closings = ["}"] * depth  # those that are to come, the next one last
+        self._written: list[str] = []
 
     def run(self, text: str) -> bool:
         """Continue the search; return whether the value has ended, or cannot be JSON."""
-        while True:
-            match = (_TEXT_END if self._is_in_text else _STRUCTURE).search(text, self.position)
-            if match is None:
-                self.position = len(text)
-                return False
-            letter = match[0]
-            if letter == "\\":
-                if match.end() == len(text):
-                    self.position = match.start()
-                    return False
-                self.position = match.end() + 1
-                continue
-            if letter == '"':
-                self._is_in_text = not self._is_in_text
-            elif not self._take_bracket(letter):
-                self.position = match.start()
-                return True
-            self.position = match.end()
-            if self.is_whole:
-                return True
+        while not self._is_over:
+            has_moved = self._read_text(text) if self._mark else self._read_piece(text)
+            if not has_moved:
+                break
+        return self._is_over
 
-    def _take_bracket(self, letter: str) -> bool:
-        """Note a letter outside of texts; return whether JSON can have it there."""
-        if letter in _CLOSING:
-            self._closings.append(_CLOSING[letter])
-            return True
-        if not self._closings or self._closings[-1] != letter:
-            return False
-        self._closings.pop()
-        self.is_whole = not self._closings
+    def take(self) -> str:
+        """Return, as JSON, what was read since the last call."""
+        written, self._written = "".join(self._written), []
+        return written
+
+    def _write(self, written: str, end: int) -> bool:
+        self._written.append(written)
+        self.position = end
         return True
+
+    def _read_piece(self, text: str) -> bool:
+        """Read a piece outside of texts; return whether there is one that is certain."""
+        match = _PIECE.match(text, self.position)
+        if match is None:
+            self._is_over = self.position < len(text)
+            return False
+        piece, end = match[0], match.end()
+        if piece in _CLOSING:
+            self._closings.append(_CLOSING[piece])
+        elif piece in ("}", "]"):
+            if not self._closings or self._closings.pop() != piece:
+                self._is_over = True
+                return False
+            self.is_whole = self._is_over = not self._closings
+        elif piece in _STOPS:
+            self._mark, piece = piece, '"'
+        elif end == len(text) and not piece[0].isspace() and piece[0] != ":":
+            return False  # a word or a comma, which its end tells
+        elif piece[0] == "," and text[end] in "}]":
+            piece = piece[1:]
+        return self._write(_WORDS.get(piece, piece), end)
+
+    def _read_text(self, text: str) -> bool:
+        """Read a text's letters, or one that stands for another; return whether there is one."""
+        match = _STOPS[self._mark].search(text, self.position)
+        end = match.start() if match is not None else len(text)
+        if end > self.position:
+            return self._write(text[self.position : end], end)
+        if match is None:
+            return False
+        if match[0] == "\\":
+            return self._read_escape(text)
+        is_end = match[0] == self._mark
+        self._mark = "" if is_end else self._mark
+        return self._write('"' if is_end else json.dumps(match[0])[1:-1], end + 1)
+
+    def _read_escape(self, text: str) -> bool:
+        """Read a backslash and what it escapes; return whether that is there."""
+        if (match := _ESCAPE.match(text, self.position)) is not None:
+            return self._write(match[0], match.end())
+        if _ESCAPE_SO_FAR.fullmatch(text, self.position) is not None:
+            return False
+        if text[self.position + 1] == "'":
+            return self._write("'", self.position + 2)
+        return self._write(r"\\", self.position + 1)  # JSON has no such escape
+
+
+def rewrite_json(text: str) -> str:
+    """Return a JSON value that a model wrote, perhaps as Python writes it; a text of none stays."""
+    scan = JsonScan(0)
+    scan.run(text)
+    is_value = scan.is_whole and not text[scan.position :].strip()
+    return scan.take() if is_value else text
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON that can be read here."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_json_text(letters: str) -> str | None:

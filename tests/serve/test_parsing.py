@@ -33,14 +33,26 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "7"}</tool_call>', "", [F]),
     ("hermes", f"<tool_call>{JSON_F[:-1]}</tool_call>", "", [F]),  # a bracket is missing
     ("hermes", f"<tool_call>{JSON_F}}}\n</tool_call> so", "so", [F]),  # a bracket too many
-    ("hermes", f"<tool_call>{JSON_F}}}\n so", "}\n so", [F]),
+    ("hermes", f"<tool_call>{JSON_F}}}\n so", "so", [F]),
+    ("hermes", f"<tool_call>{JSON_F[:-1]}\nIt's so", "It's so", [F]),
+    ("hermes", f"<tool_call>{JSON_F}, {JSON_G}</tool_call>", "", [F, G]),
+    # As Python writes it, and with what JSON cannot have in a text.
+    ("hermes", "<tool_call>\n{'name': 'f', 'arguments': {'a': 1}}\n</tool_call>", "", [F]),
+    ("hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": {'a': [True, None, 'True'], }}\n"
+     "</tool_call>", "", [("f", '{"a": [true, null, "True"] }')]),
+    ("hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {'t': 'a \"b\" it\\'s\\n'}}"
+     "</tool_call>", "", [("f", r'{"t": "a \"b\" it' + r"""'s\n"}""")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "a\n\tb\\d\\u00e9\\user it\\\'s"}}'
+     "</tool_call>", "", [("f", r'{"t": "a\n\tb\\d\u00e9\\user it' + """'s"}""")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\'a\': 1}"}</tool_call>', "", [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', "",
      [("f", '{"a": [1')]),  # brackets that do not match
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {"b": 1]}}</tool_call>', "",
      [("f", '{"a": {"b": 1')]),
     ("hermes", f"<tool_call>{JSON_F}", "", [F]),  # cut off, from here on
     ("hermes", f"<tool_call>{JSON_F}\n</tool", "", [F]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "x\\', "", [("f", '{"t": "x\\')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"t": "x\\', "", [("f", '{"t": "x')]),
     ("hermes", '<tool_call>\n{"name": "f", ', '<tool_call>\n{"name": "f", ', []),
     ("hermes", "a\n<tool_call>", "a\n<tool_call>", []),
     ("hermes", f"a\n<tool_call>no</tool_call> <tool_call>{JSON_F}</tool_call>",
@@ -49,7 +61,7 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=t>\n1"
      "\n2\n</parameter>\n</function>\n</tool_call>", "", [("f", '{"a": 1, "t": "1\\n2"}')]),
     ("qwen3_coder", "Now: <tool_call><function=f></function></tool_call>", "Now:", [("f", "{}")]),
-    ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter>", "", [("f", '{"a": "x"')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter>", "", [("f", '{"a": "x"}')]),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1", "", [("f", "{")]),
     ("qwen3_coder", "<tool_call><function=a b></function>", "<tool_call><function=a b></function>",
      []),
@@ -70,10 +82,14 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", f"[TOOL_CALLS] [{JSON_F}, {JSON_G}]", "", [F, G]),
     ("mistral_list", f"[TOOL_CALLS][{JSON_F}, {JSON_G}] and", "and", [F, G]),
     ("mistral_list", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    ("mistral_list", f"[TOOL_CALLS][{JSON_F}}}, {JSON_G}}}}}] and", "and", [F, G]),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{A}}}[TOOL_CALLS]get.time{B}]", "", [F, G]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', "",
      [F]),
     ("llama3_json", f"{JSON_F}; {JSON_G}", "", [F, G]),
+    ("llama3_json", f"{JSON_F}\n{JSON_G}}}\n", "", [F, G]),
+    ("llama3_json", f'{JSON_F} {{"x": 1}}', '{"x": 1}', [F]),
     ("llama3_json", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}',
      []),
     ("llama3_json", '{"answer": 1}', '{"answer": 1}', []),
@@ -217,6 +233,8 @@ def test_no_part_of_a_call_is_content_where_a_limit_ends_it(
         ("hermes", f"<tool_call>{JSON_F}", False), ("hermes", f"<tool_call>{JSON_F[:-2]}", True),
         ("hermes", f"<tool_call>{JSON_F[:-2]}<\n<tool_call>{JSON_G}</tool_call>", True),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": one}}</tool_call>', True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "one"}</tool_call>', True),
         ("qwen3_coder", "<tool_call><function=f></function>", False),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></func", True),
         ("mistral", f"[TOOL_CALLS]f{A[:-1]}", True), ("json", f"[{JSON_F}, {JSON_F[:-3]}", True),
@@ -257,6 +275,12 @@ THOUGHT: list[tuple[str, bool, str, str, str]] = [
     ("deepseek_r1", False, "hm</think>\n\nYes", "hm", "Yes"),
     ("mistral", False, "[THINK]hm[/THINK]Yes", "hm", "Yes"),
     ("seed_oss", False, "<seed:think>hm</seed:think>\nYes", "hm", "Yes"),
+    ("gemma4", False, "<|channel>thought\nhm\n<channel|>Yes", "hm", "Yes"),
+    ("cohere", True, "hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>", "hm", "Yes"),
+    ("cohere", False, "<|START_RESPONSE|>Yes, <|END<|END_RESPONSE|>", "", "Yes, <|END"),
+    ("apertus", False, "<|inner_prefix|>hm<|inner_suffix|>Yes", "hm", "Yes"),
+    ("apriel", True, "hm\n[BEGIN FINAL RESPONSE]\nYes\n[END FINAL RESPONSE]\n", "hm", "Yes"),
+    ("apriel", False, "Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\nYes", "hm", "Yes"),
 ]
 
 
@@ -264,7 +288,7 @@ THOUGHT: list[tuple[str, bool, str, str, str]] = [
 def test_reasoning_is_found_in_any_pieces(
     name: str, is_thinking: bool, text: str, reasoning: str, content: str
 ) -> None:
-    given: Any = {"reasoning": REASONING_FORMATS[name], "is_thinking": is_thinking}
+    given: Any = {"reasoning": REASONING_FORMATS[name], "thinking": is_thinking or None}
     for pieces in split_everywhere(text):
         assert parse(pieces, tools=None, **given) == (content, reasoning, []), pieces
     if content.startswith("Yes"):  # calls that are thought of are not made
@@ -273,6 +297,47 @@ def test_reasoning_is_found_in_any_pieces(
         expected = content.rstrip(), reasoning.replace("hm", f"hm {call} hm"), [F]
         for pieces in split_everywhere(thought):
             assert parse(pieces, tools=TOOL_FORMATS["hermes"], **given) == expected, pieces
+
+
+CALLED_F, CALLED_G = f"<tool_call>\n{JSON_F}\n</tool_call>", f"<tool_call>{JSON_G}</tool_call>"
+# Answers whose reasoning has no end: the reasoning, and the calls with which they end.
+UNENDED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f"hm\n{CALLED_F}\n{CALLED_G}\n", "hm", [F, G]),
+    ("hermes", f"hm {CALLED_F} so {CALLED_F}{CALLED_G}", f"hm {CALLED_F} so", [F, G]),
+    ("hermes", f"{CALLED_F}\nso {CALLED_F} so\n", f"{CALLED_F}\nso {CALLED_F} so\n", []),
+    ("hermes", '<tool_call>{"name": "h"}</tool_call>', '<tool_call>{"name": "h"}</tool_call>', []),
+    ("hermes", "hm <tool_call> is a tag <tool", "hm <tool_call> is a tag <tool", []),
+    ("qwen3_coder", "hm <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+     "</tool_call>", "hm", [F]),
+    ("mistral", f"hm[TOOL_CALLS]f[ARGS]{A}", "hm", [F]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "calls"), UNENDED)
+def test_calls_that_end_an_answer_end_its_reasoning(
+    name: str, text: str, reasoning: str, calls: list[tuple[str, str]]
+) -> None:
+    form, thought = TOOL_FORMATS[name], REASONING_FORMATS["qwen3"]
+    for pieces in split_everywhere(text):
+        parts = parse(pieces, tools=form, reasoning=thought, thinking=True)
+        assert parts == ("", reasoning, calls), pieces
+    ended = parse([f"{text}</think>"], tools=form, reasoning=thought, thinking=True)
+    assert ended == ("", text.rstrip(), []), "calls that are thought of are not made"
+    for size in range(len(text)):
+        parts = parse([text[:size]], tools=form, reasoning=thought, thinking=True, is_cut=True)
+        assert (
+            parse(text[:size], tools=form, reasoning=thought, thinking=True, is_cut=True) == parts
+        )
+        assert parts[0] == ""
+        assert text.startswith(parts[1])
+
+
+def test_the_end_of_reasoning_ends_it_also_within_a_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"t": "</think>"}}</tool_call> so'
+    expected = '"}}</tool_call> so', text.partition("</think>")[0], list[tuple[str, str]]()
+    form, thought = TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]
+    for pieces in split_everywhere(text):
+        assert parse(pieces, tools=form, reasoning=thought, thinking=True) == expected, pieces
 
 
 def test_a_word_that_is_too_long_for_a_name_is_content_at_once() -> None:
