@@ -49,6 +49,7 @@ class ToolFormat:
     marker. name_key, arguments: keys of a call's JSON; no arguments where a call is its name and
     then its arguments. name_pattern: a regular expression of what stands between these, empty
     where calls are JSON. name_text: an example of it. tags: the form of arguments that are texts.
+    quote: the mark around texts in arguments that are not JSON.
     prefix, separator, suffix: texts before, between and after the calls of a forced answer.
     """
 
@@ -63,6 +64,7 @@ class ToolFormat:
     name_pattern: str = ""
     name_text: str = ""
     tags: TagForm | None = None
+    quote: str = ""
     prefix: str = ""
     separator: str = ""
     suffix: str = ""
@@ -102,7 +104,7 @@ class ToolFormat:
         tags = self.tags or TagForm("", "", "", "")
         tag_marks = tags.key_begin, tags.key_end, tags.value_begin, tags.value_end
         marks = self.begin, self.call_begin, self.name_text, *tag_marks, self.call_end, self.end
-        return [mark for mark in marks if mark]
+        return [mark for mark in (*marks, self.quote) if mark]
 
 
 def make_id(form: ToolFormat | None) -> str:

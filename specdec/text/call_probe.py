@@ -29,6 +29,7 @@ from specdec.text.call_formats import (
     ToolFormat,
     find_marks,
 )
+from specdec.text.json_scan import GEMMA_MARK, find_value
 from specdec.text.tool_calls import render_calls
 
 logger = get_logger(__name__)
@@ -382,7 +383,7 @@ def _find_named(text: str, call: ProbeCall, start: int) -> Location | None:
     if opening < 0 or opening - name_end > MAX_PATTERN:
         return None
     with contextlib.suppress(ValueError):
-        document, end = json.JSONDecoder().raw_decode(text, opening)
+        document, end = find_value(text, opening)
         if document == call.arguments:
             return Location(name_start, end, name_end)
     return None
@@ -409,7 +410,7 @@ def describe_calls(parts: CallText) -> ToolFormat | None:
         return None
     end = parts.first.find("{")
     with contextlib.suppress(ValueError):
-        if end >= 0 and json.loads(parts.first[end:]) == call.arguments:
+        if end >= 0 and find_value(parts.first, end)[0] == call.arguments:
             return _describe_named(parts, parts.first[len(call.name) : end])
     return _describe_tagged(parts)
 
@@ -496,7 +497,7 @@ def _describe_named(parts: CallText, name_text: str) -> ToolFormat | None:
         return ToolFormat(**texts | {"name_text": TOOL_FORMATS["mistral"].name_text})
     return ToolFormat(
         **texts, call_begin=markers.call_begin, call_end=markers.call_end,
-        inner=markers.call_begin,
+        inner=markers.call_begin, quote=GEMMA_MARK if GEMMA_MARK in parts.first else "",
         name_pattern=_write_pattern(name_text) + r"\s{0,8}(?=\{)",
     )  # fmt: skip
 

@@ -1,19 +1,29 @@
 """Reading of a JSON value in a text that grows, such as a call's arguments, and where it ends.
 
-Models write at times what only Python reads, or a line break inside of a text: both become JSON.
+Models write at times what only Python reads, or a line break inside of a text, and Gemma 4 has
+another quotation mark and bare keys: all of that becomes JSON.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
-# Outside of texts: what JSON may have there, and Python.
-_PIECE = re.compile(r"""[\s:]+|,\s*|[\w.+-]+|["'{}\[\]]""")
+GEMMA_MARK = '<|"|>'
+_HALF_MARK = r'<(?:\|(?:"\|?)?)?\Z'
+# Outside of texts: what JSON may have there, Python and Gemma.
+_PIECE = re.compile(
+    rf"""[\s:]+|(?P<comma>,\s*)|(?P<word>[\w.+-]+)(?P<space>\s*)(?P<colon>:?)|["'{{}}\[\]]"""
+    rf"""|{re.escape(GEMMA_MARK)}|(?P<half>{_HALF_MARK})"""
+)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
 # Inside of texts, by their quotation marks: what ends them, or may not stand there as it is.
-_STOPS = {mark: re.compile(rf'[{mark}"\\\x00-\x1f]') for mark in "\"'"}
+_STOPS = {
+    '"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]"""),
+    GEMMA_MARK: re.compile(rf'{re.escape(GEMMA_MARK)}|{_HALF_MARK}|["\\\x00-\x1f]'),
+}  # fmt: skip
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_SO_FAR = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 
@@ -54,20 +64,27 @@ class JsonScan:
             self._is_over = self.position < len(text)
             return False
         piece, end = match[0], match.end()
-        if piece in _CLOSING:
-            self._closings.append(_CLOSING[piece])
-        elif piece in ("}", "]"):
-            if not self._closings or self._closings.pop() != piece:
-                self._is_over = True
-                return False
-            self.is_whole = self._is_over = not self._closings
-        elif piece in _STOPS:
-            self._mark, piece = piece, '"'
-        elif end == len(text) and not piece[0].isspace() and piece[0] != ":":
-            return False  # a word or a comma, which its end tells
-        elif piece[0] == "," and text[end] in "}]":
+        is_open = match["comma"] or (match["word"] and not match["colon"])
+        if match["half"] or (is_open and end == len(text)):
+            return False  # what comes next tells what it is
+        if piece in _STOPS:
+            self._mark = piece
+            return self._write('"', end)
+        if piece in "{}[]" and not self._take_bracket(piece):
+            return False
+        if match["comma"] and text[end] in "}]":
             piece = piece[1:]
-        return self._write(_WORDS.get(piece, piece), end)
+        return self._write(_write_word(match) if match["word"] else piece, end)
+
+    def _take_bracket(self, letter: str) -> bool:
+        """Note a bracket; return whether JSON can have it there."""
+        if letter in _CLOSING:
+            self._closings.append(_CLOSING[letter])
+            return True
+        is_right = bool(self._closings) and self._closings.pop() == letter
+        self.is_whole = is_right and not self._closings
+        self._is_over = not is_right or self.is_whole
+        return is_right
 
     def _read_text(self, text: str) -> bool:
         """Read a text's letters, or one that stands for another; return whether there is one."""
@@ -75,13 +92,14 @@ class JsonScan:
         end = match.start() if match is not None else len(text)
         if end > self.position:
             return self._write(text[self.position : end], end)
-        if match is None:
+        if match is None or match[0] in ("<", "<|", '<|"', '<|"|'):
             return False
-        if match[0] == "\\":
+        if match[0] == self._mark:
+            self._mark = ""
+            return self._write('"', match.end())
+        if match[0] == "\\" and self._mark != GEMMA_MARK:
             return self._read_escape(text)
-        is_end = match[0] == self._mark
-        self._mark = "" if is_end else self._mark
-        return self._write('"' if is_end else json.dumps(match[0])[1:-1], end + 1)
+        return self._write(json.dumps(match[0])[1:-1], match.end())
 
     def _read_escape(self, text: str) -> bool:
         """Read a backslash and what it escapes; return whether that is there."""
@@ -92,6 +110,22 @@ class JsonScan:
         if text[self.position + 1] == "'":
             return self._write("'", self.position + 2)
         return self._write(r"\\", self.position + 1)  # JSON has no such escape
+
+
+def _write_word(match: re.Match[str]) -> str:
+    """Return a word outside of texts as JSON has it, which is a key before a colon."""
+    word, space, colon = match["word"], match["space"], match["colon"]
+    return (json.dumps(word) if colon else _WORDS.get(word, word)) + space + colon
+
+
+def find_value(text: str, position: int = 0) -> tuple[Any, int]:
+    """Return the value that a model wrote at a position, as JSON or not, and its end.
+
+    ValueError where there is none.
+    """
+    scan = JsonScan(position)
+    scan.run(text)
+    return json.loads(scan.take()), scan.position
 
 
 def rewrite_json(text: str) -> str:

@@ -196,6 +196,13 @@ FORMS = {
     "{{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}{% endfor %}]"
     "<|suffix|>": "<|prefix|>[",
     "{% for c in cs %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}": "",
+    # As Gemma 4: bare keys, and a quotation mark of its own.
+    "{% macro w(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is boolean %}{{ v | tojson }}"
+    "{% elif v is mapping %}{ {%- for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not"
+    " loop.last }}{% endfor -%} }{% elif v is iterable %}[{% for x in v %}{{ w(x) }}{{ ',' if not"
+    " loop.last }}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}{% for c in cs %}"
+    "<|tool_call>call:{{ c.function.name }}{{ w(c.function.arguments) }}<tool_call|>{% endfor %}":
+    "<|tool_call>",
 }  # fmt: skip
 
 
@@ -328,6 +335,16 @@ def test_a_chats_message_that_goes_on_with_thoughts() -> None:
     )
     message = read_answer(output, [], formats, begun)
     assert (message["reasoning_content"], message["content"]) == (" so", "Yes")
+
+
+def test_the_quotation_mark_of_arguments_reaches_the_parser() -> None:
+    """Gemma's is a special token, as its markers are, which texts lack."""
+    written = next(text for text in FORMS if "<|tool_call>call:" in text)
+    template = "{{ tools | tojson }}{% for m in messages %}{% set cs = m.tool_calls %}{% if cs %}"
+    tokens = ["<|tool_call>", '<|"|>', "<tool_call|>", "<|image|>"]
+    tokenizer = Tokenizer(template + written + "{% endif %}{% endfor %}", tokens)
+    formats = choose_formats("auto", "none", tokenizer)
+    assert list(formats.marks.values()) == tokens[:3]
 
 
 def test_calls_in_sections_that_lack_their_opening() -> None:
