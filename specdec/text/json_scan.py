@@ -72,9 +72,7 @@ class JsonScan:
             return self._write('"', end)
         if piece in "{}[]" and not self._take_bracket(piece):
             return False
-        if match["comma"] and text[end] in "}]":
-            piece = piece[1:]
-        return self._write(_write_word(match) if match["word"] else piece, end)
+        return self._write(_rewrite(match, text[end : end + 1]), end)
 
     def _take_bracket(self, letter: str) -> bool:
         """Note a bracket; return whether JSON can have it there."""
@@ -112,10 +110,14 @@ class JsonScan:
         return self._write(r"\\", self.position + 1)  # JSON has no such escape
 
 
-def _write_word(match: re.Match[str]) -> str:
-    """Return a word outside of texts as JSON has it, which is a key before a colon."""
-    word, space, colon = match["word"], match["space"], match["colon"]
-    return (json.dumps(word) if colon else _WORDS.get(word, word)) + space + colon
+def _rewrite(match: re.Match[str], next_letter: str) -> str:
+    """Return a piece outside of texts as JSON has it: a word before a colon is a key."""
+    if match["comma"]:
+        return match[0][1:] if next_letter in ("}", "]") else match[0]
+    if not (word := match["word"]):
+        return match[0]
+    word = json.dumps(word) if match["colon"] else _WORDS.get(word, word)
+    return word + match["space"] + match["colon"]
 
 
 def find_value(text: str, position: int = 0) -> tuple[Any, int]:
