@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from specdec.decode.requests import Request
@@ -266,8 +266,8 @@ class GrammarWriter:
     ) -> dict[str, str]:
         """Return the Lark grammar of reasoning, calls and content; thinking: of find_thinking."""
         self._rules = {"TEXT": r"/(.|\n)*/", "SPACE": r"/\s{1,4}/"}
-        if formats.is_harmony and thinking is not False:
-            main = self._write_messages(calling, body_grammar)
+        if formats.is_harmony:
+            main = self._write_messages(calling, body_grammar, thinking)
             self._rules = {"start": main, **self._rules}
             return {"lark": self._join_rules()}
         main = self._write_body(body_grammar) if body_grammar is not None else ""
@@ -283,25 +283,32 @@ class GrammarWriter:
         return "%llguidance {}\n" + "\n".join(rules)
 
     def _write_messages(
-        self, calling: Calling | None, body_grammar: Mapping[str, Any] | None
+        self,
+        calling: Calling | None,
+        body_grammar: Mapping[str, Any] | None,
+        thinking: bool | None,
     ) -> str:
         """Return the rule of harmony's messages: reasoning, then one call or one final text.
 
-        Comments are content: none comes before a text that a grammar describes.
+        Comments are content: none comes before a text that a grammar describes. An answer that goes
+        on with a message ends it before a call.
         """
         literal, end = self._write_literal, self._write_literal(f"{ENDS[0]}{START}assistant")
         names = ("analysis", "commentary") if body_grammar is None else ("analysis",)
         channels = (literal(f"<|channel|>{name}{MESSAGE}") for name in names)
         self._rules["before"] = " | ".join(f"{channel} TEXT {end}" for channel in channels)
-        parts = []
-        if calling is not None:
-            for i, (name, schema) in enumerate(calling.schemas.items()):
-                self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
-                parts.append(f"{literal(TOOLS.prefix + TOOLS.open(name))} args_{i}")
+        calls = [
+            f"{literal(TOOLS.prefix + TOOLS.open(name))} {rule}"
+            for name, rule in (self._write_arguments(calling) if calling is not None else ())
+        ]
+        texts: list[str] = []
         if calling is None or not calling.is_forced:
-            body = "TEXT" if body_grammar is None else self._write_body(body_grammar)
-            parts.append(f"{literal(FINAL)} {body}")
-        return f"before* ({' | '.join(parts)})"
+            texts = ["TEXT" if body_grammar is None else self._write_body(body_grammar)]
+        if thinking is False:  # the message that goes on is the final one
+            calls = [f"TEXT {end} before* ({' | '.join(calls)})"] if calls else []
+            return " | ".join(calls + texts)
+        parts = calls + [f"{literal(FINAL)} {text}" for text in texts]
+        return f"{f'TEXT {end} ' if thinking else ''}before* ({' | '.join(parts)})"
 
     def _write_reasoning(self, form: ReasoningFormat, is_thinking: bool, main: str) -> str:
         """Return the rule of reasoning before `main`; is_thinking: whether reasoning is certain."""
@@ -321,11 +328,10 @@ class GrammarWriter:
 
     def _write_calls(self, calling: Calling, form: ToolFormat, body: str) -> str:
         """Return the rule of an answer: calls, or a body or free text where these are allowed."""
-        calls = []
-        for i, (name, schema) in enumerate(calling.schemas.items()):
-            self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
-            calls.append(f"{self._write_literal(form.open(name))} args_{i}")
-        self._rules["call"] = " | ".join(calls)
+        self._rules["call"] = " | ".join(
+            f"{self._write_literal(form.open(name))} {rule}"
+            for name, rule in self._write_arguments(calling)
+        )
         between = "" if calling.is_single else f"({self._write_literal(form.separator)} call)*"
         ending = f"call {between} {self._write_literal(form.suffix)}"
         self._rules["calls"] = f"{self._write_literal(form.prefix)} {ending}"
@@ -340,6 +346,12 @@ class GrammarWriter:
         self._rules["trigger"] = self._write_text_to(form.begin)
         self._rules["rest"] = f"{self._write_literal(form.prefix[len(form.begin) :])} {ending}"
         return "TEXT | trigger rest" if calling.is_single else "(trigger rest)* TEXT"
+
+    def _write_arguments(self, calling: Calling) -> Iterator[tuple[str, str]]:
+        """Write the rules of the tools' arguments; yield each tool's name and its rule's."""
+        for i, (name, schema) in enumerate(calling.schemas.items()):
+            self._rules[f"args_{i}"] = _write_json(self._fit(calling, name, schema))
+            yield name, f"args_{i}"
 
     def _fit(self, calling: Calling, name: str, schema: Any) -> Any:
         """Return a tool's schema for the grammar; BadRequest where the schema promises more."""

@@ -562,6 +562,38 @@ def test_grammars_of_channels(
     assert GrammarWriter(tokenizer).write(None, HARMONY, body, prompt, "so") == body
 
 
+@pytest.mark.parametrize("given", [FORCED, {"is_strict": True}], ids=["forced", "strict"])
+def test_calls_after_a_final_message_that_goes_on(
+    tokenizer_dir: Path, given: dict[str, Any]
+) -> None:
+    """The message ends first; without its end the parser takes a call for its text."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.add_tokens(list(harmony.MARKS), special_tokens=True)
+    calling = Calling([SAY], {"say.it": SAY["function"]["parameters"]}, **given)
+    prompt, ending = f"<|start|>assistant{harmony.FINAL}so", "<|end|><|start|>assistant"
+    written = GrammarWriter(tokenizer).write(calling, HARMONY, None, prompt, "so")
+    assert written is not None
+    for text, is_allowed in (
+        (f" it is{ending}{SAID}", True), (f"{ending}{THOUGHT}{SAID}", True), (SAID, False),
+        (f" it is{SAID}", False), (" it is", given is not FORCED),
+    ):  # fmt: skip
+        assert follows(tokenizer, written["lark"], text) is is_allowed, text
+    request = Request(
+        index=0, input_text=prompt, continued_text="so", input_ids=[1], max_output_len=9,
+        end_ids=frozenset(),
+    )  # fmt: skip
+    parser = make_parser(calling, HARMONY, request)
+    assert parser is not None
+    parser.feed(f" it is{ending}{SAID}")
+    parser.finish()
+    assert (parser.content, len(parser.calls)) == (" it is", 1)
+    writer = GrammarWriter(tokenizer)
+    written = writer.write(calling, HARMONY, None, f"<|start|>assistant{harmony.ANALYSIS}")
+    assert written is not None
+    assert follows(tokenizer, written["lark"], f"hm{ending}{SAID}")
+    assert not follows(tokenizer, written["lark"], SAID)
+
+
 def test_reasoning_of_a_server(folder: Path, tokenizer_dir: Path) -> None:
     body: Any = {"messages": CHAT, "grammar": r"start: /<think>\nhm so\n<\/think>\n\nyes/"}
     with serve_here(folder, tokenizer_dir=str(tokenizer_dir)) as (_, url):
