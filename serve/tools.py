@@ -297,13 +297,12 @@ class GrammarWriter:
         names = ("analysis", "commentary") if body_grammar is None else ("analysis",)
         channels = (literal(f"<|channel|>{name}{MESSAGE}") for name in names)
         self._rules["before"] = " | ".join(f"{channel} TEXT {end}" for channel in channels)
-        calls = [
-            f"{literal(TOOLS.prefix + TOOLS.open(name))} {rule}"
-            for name, rule in (self._write_arguments(calling) if calling is not None else ())
-        ]
-        texts: list[str] = []
+        calls, texts = list[str](), list[str]()
+        if calling is not None:
+            rules = self._write_arguments(calling)
+            calls = [f"{literal(TOOLS.prefix + TOOLS.open(name))} {rule}" for name, rule in rules]
         if calling is None or not calling.is_forced:
-            texts = ["TEXT" if body_grammar is None else self._write_body(body_grammar)]
+            texts = [self._write_body(body_grammar)]
         if thinking is False:  # the message that goes on is the final one
             calls = [f"TEXT {end} before* ({' | '.join(calls)})"] if calls else []
             return " | ".join(calls + texts)
@@ -318,8 +317,10 @@ class GrammarWriter:
             return f"({begin})? think SPACE? ({main})"
         return f"{begin} think SPACE? ({main}) | {main}"
 
-    def _write_body(self, body_grammar: Mapping[str, Any]) -> str:
-        """Return the rule of content that a JSON schema or a regular expression describes."""
+    def _write_body(self, body_grammar: Mapping[str, Any] | None) -> str:
+        """Return the rule of content, which a JSON schema or a regular expression may describe."""
+        if body_grammar is None:
+            return "TEXT"
         ((kind, value),) = body_grammar.items()
         self._rules["body"] = _write_json(value) if kind == "json_schema" else (
             "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
