@@ -25,6 +25,8 @@ _NAME_SO_FAR = re.compile(rf"({_WORD})((?:\[[^\s{{}}<>]{{0,{2 * MAX_NAME}}})?\s*
 # An object's first key and, where it is a text, its value, as far as they have come.
 _FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)(?:(")\s*(?::\s*(?:"([^"\\]*)("?))?)?)?)?')
 _NAME_LETTERS = re.compile(f"{NAME_LETTERS}*")
+_PYTHON_NAME = re.compile(rf"({NAME_LETTERS}{{1,{MAX_NAME}}})\s*(?=\()")
+_PYTHON_NAME_SO_FAR = re.compile(rf"{NAME_LETTERS}{{0,{MAX_NAME}}}\s*")
 
 
 class Parser(AnswerReader):
@@ -250,6 +252,8 @@ class Parser(AnswerReader):
         self, form: ToolFormat, position: int, *, is_bare: bool = False
     ) -> Reading[int | None]:
         """Read calls in JSON, or Mistral's with names; return where they end, None for none."""
+        if form.is_python and (end := (yield from self._read_python(position))) is not None:
+            return end
         if form.begin == "[TOOL_CALLS]" and self._text[position : position + 1] not in ("[", "{"):
             return (yield from self._read_named(position, is_bare=is_bare))
         return (yield from self._read_list(position, is_bare=is_bare))
@@ -370,6 +374,26 @@ class Parser(AnswerReader):
         if is_bare and (head[1] not in self._schemas or not (head[2] or head[0] == head[1])):
             return None
         return (yield from self._read_arguments(head[1], head.end(), depth=0))
+
+    def _read_python(self, position: int) -> Reading[int | None]:
+        """Read calls as Python writes them, perhaps in a list; return their end, None for none."""
+        end = None
+        if self._text[position : position + 1] == "[":
+            position = yield from self._skip(position + 1)
+        while True:
+            while (head := _PYTHON_NAME.match(self._text, position)) is None:
+                may_come = _PYTHON_NAME_SO_FAR.fullmatch(self._text, position) is not None
+                self._has_run_out |= may_come
+                if self._is_over or not may_come:
+                    return len(self._text) if end and may_come and self._is_cut else end
+                yield
+            end = yield from self._read_arguments(head[1], head.end(), depth=0)
+            position = yield from self._skip(end)
+            letter = self._text[position : position + 1]
+            end = position + 1 if letter in (",", "]") else end
+            if letter != ",":
+                return end
+            position = yield from self._skip(end)
 
     def _ends_in_name(self, name: re.Match[str] | None, position: int, is_bare: bool) -> bool:
         """Return whether the text ends in a call's possible name; a bare name may be any word."""

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from .json_scan import GEMMA_MARK
+
 AUTO = "auto"  # the format that the chat template writes
 NO_FORMAT = "none"
 NAME_LETTERS = r"[\w.:/-]"  # of a tool's name
@@ -49,7 +51,8 @@ class ToolFormat:
     marker. name_key, arguments: keys of a call's JSON; no arguments where a call is its name and
     then its arguments. name_pattern: a regular expression of what stands between these, empty
     where calls are JSON. name_text: an example of it. tags: the form of arguments that are texts.
-    quote: the mark around texts in arguments that are not JSON.
+    quote: the mark around texts in arguments that are not JSON. is_python: whether calls are a list
+    of Python's. A forced call of such a format is written as JSON.
     prefix, separator, suffix: texts before, between and after the calls of a forced answer.
     """
 
@@ -65,6 +68,7 @@ class ToolFormat:
     name_text: str = ""
     tags: TagForm | None = None
     quote: str = ""
+    is_python: bool = False
     prefix: str = ""
     separator: str = ""
     suffix: str = ""
@@ -135,6 +139,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "llama3_json": ToolFormat(
         begin="<|python_tag|>", is_bare=True, arguments="parameters", separator="}; ", suffix="}",
+    ),
+    "gemma4": ToolFormat(
+        begin="<|tool_call>", end="<tool_call|>", inner="call:", arguments="", call_begin="call:",
+        name_pattern=r"\s{0,8}(?=\{)", quote=GEMMA_MARK, prefix="<|tool_call>call:",
+        separator="<tool_call|><|tool_call>call:", suffix="<tool_call|>",
+    ),
+    "lfm2": ToolFormat(
+        begin="<|tool_call_start|>", end="<|tool_call_end|>", is_python=True,
+        prefix="<|tool_call_start|>[", separator="}, ", suffix="}]<|tool_call_end|>",
     ),
     "json": ToolFormat(is_bare=True, prefix="[", separator="}, ", suffix="}]"),
 }  # fmt: skip

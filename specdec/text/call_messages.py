@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.text import harmony
 from specdec.text.call_formats import TOOL_FORMATS, ChatFormats, ToolFormat
+from specdec.text.tool_calls import convert_arguments
 
 Message = dict[str, Any]
 _INTRODUCTION = """You can call functions. To do so, answer with nothing but a JSON list of calls:
@@ -109,10 +110,21 @@ def _write_calls_as_text(
 
 
 def _write_calls(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
-    """Return calls as text in a format, as a forced answer would have them."""
+    """Return calls as text in a format, as a forced answer or, in Python, the model has them."""
+    if form.is_python:
+        return f"{form.begin}[{', '.join(map(_write_python, calls))}]{form.end}"
     texts = []
     for call in calls:
         arguments = call["function"].get("arguments") or "{}"
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         texts.append(form.open(call["function"]["name"]) + text)
     return form.prefix + form.separator.join(texts) + form.suffix
+
+
+def _write_python(call: Mapping[str, Any]) -> str:
+    """Return a call as Python writes it; one whose arguments are no object has none."""
+    function = call["function"]
+    (message,) = convert_arguments([{"tool_calls": [call]}], to_text=False)
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    pairs = arguments.items() if isinstance(arguments, dict) else ()
+    return f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in pairs)})"

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import ascii_letters
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from specdec.text.call_formats import (
     ToolFormat,
     find_marks,
 )
+from specdec.text.call_search import CALLS, MAX_PATTERN, CallText, find_keys, split_calls
 from specdec.text.json_scan import GEMMA_MARK, find_value
 from specdec.text.tool_calls import render_calls
 
@@ -37,29 +38,11 @@ Message = dict[str, Any]
 CONTENT = "Ωanswer"  # begins with no letter that a marker begins with
 RESULT, SYSTEM = "Ωresult", "Ωsystem"
 MAX_VARIABLES = 16  # names in a template that are tried as its variable of tools
-MAX_PATTERN = 64  # letters of an id or a number between a name and its arguments
 # A marker, a run of white space or a word: the pieces by which texts around calls are compared.
 _PIECE = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|\w+|.")
 _CALL_MARKER = re.compile(r"<\|?tool_?calls?\|?>|\[TOOL_CALLS?\]", re.IGNORECASE)
 
 
-class ProbeCall(NamedTuple):
-    """Call that a template is asked to write."""
-
-    name: str
-    number: str  # its id; some templates take nine letters and digits only
-    arguments: Mapping[str, Any]
-
-    def write(self) -> Message:
-        """Return the call in OpenAI's form."""
-        function = {"name": self.name, "arguments": dict(self.arguments)}
-        return {"id": self.number, "type": "function", "function": function}
-
-
-CALLS = (
-    ProbeCall("probe_one", "callid001", {"key_a": "text one", "key_b": 48213}),
-    ProbeCall("probe_two", "callid002", {"key_a": "text two", "key_b": 59327}),
-)
 _SCHEMA = {
     "type": "object", "required": ["key_a", "key_b"],
     "properties": {
@@ -74,27 +57,6 @@ TOOLS = [
     }
     for call in CALLS
 ]  # fmt: skip
-
-
-class Location(NamedTuple):
-    """Place of a call in a text: of the whole call, and the end of its name where it has one."""
-
-    start: int
-    end: int
-    name_end: int = -1
-
-
-class CallText(NamedTuple):
-    """Text that a template wrote for calls, in parts.
-
-    before, between, after: the texts around the calls; between is None for a template that writes
-    one call at most. first: the text of the first call.
-    """
-
-    before: str
-    between: str | None
-    after: str
-    first: str
 
 
 def choose_formats(tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
@@ -240,6 +202,8 @@ class TemplateProbe:
         text = text.replace(json.dumps(TOOLS), "")
         markers = _CALL_MARKER.findall(text)
         if not markers:
+            if TOOL_FORMATS["lfm2"].begin in self._list_tokens():
+                return TOOL_FORMATS["lfm2"]
             markers = [name for name in self._list_tokens() if _CALL_MARKER.fullmatch(name)]
         if not markers:
             return None
@@ -331,88 +295,31 @@ def _is_in_marker(prompt: str) -> bool:
     return tail.rfind("<") > tail.rfind(">") or tail.rfind("[") > tail.rfind("]")
 
 
-def split_calls(text: str, calls: Sequence[ProbeCall]) -> CallText | None:
-    """Split what a template wrote for calls at these; None where they are not found."""
-    for find in (_find_object, _find_named, _find_tagged):
-        locations, position = list[Location](), 0
-        for call in calls:
-            location = find(text, call, position)
-            if location is None:
-                break
-            locations.append(location)
-            position = location.end
-        if len(locations) == len(calls):
-            first, last = locations[0], locations[-1]
-            between = text[first.end : last.start] if len(calls) > 1 else None
-            return CallText(
-                text[: first.start], between, text[last.end :], text[first.start : first.end]
-            )
-    return None
-
-
-def _find_object(text: str, call: ProbeCall, start: int) -> Location | None:
-    """Find the JSON of a call, with its name and its arguments as values."""
-    while (start := text.find("{", start)) >= 0:
-        with contextlib.suppress(ValueError):
-            document, end = json.JSONDecoder().raw_decode(text, start)
-            if _find_keys(document, call) is not None:
-                return Location(start, end)
-        start += 1
-    return None
-
-
-def _find_keys(document: Any, call: ProbeCall) -> tuple[str, str] | None:
-    """Return the keys of a call's name and arguments in its JSON; None where it has not both."""
-    fields = document.get("function", document) if isinstance(document, dict) else None
-    if not isinstance(fields, dict):
-        return None
-    name_keys = [key for key, value in fields.items() if value == call.name]
-    argument_keys = [
-        key for key, value in fields.items()
-        if value == call.arguments or value == json.dumps(call.arguments)
-    ]  # fmt: skip
-    return (name_keys[0], argument_keys[0]) if name_keys and argument_keys else None
-
-
-def _find_named(text: str, call: ProbeCall, start: int) -> Location | None:
-    """Find a call that is its name and then the JSON of its arguments."""
-    if (name_start := text.find(call.name, start)) < 0:
-        return None
-    name_end = name_start + len(call.name)
-    opening = text.find("{", name_end)
-    if opening < 0 or opening - name_end > MAX_PATTERN:
-        return None
-    with contextlib.suppress(ValueError):
-        document, end = find_value(text, opening)
-        if document == call.arguments:
-            return Location(name_start, end, name_end)
-    return None
-
-
-def _find_tagged(text: str, call: ProbeCall, start: int) -> Location | None:
-    """Find a call that is its name and then each argument's key and value, as texts."""
-    name_start = position = text.find(call.name, start)
-    for word in (call.name, *(str(word) for pair in call.arguments.items() for word in pair)):
-        position = text.find(word, position)
-        if position < 0:
-            return None
-        position += len(word)
-    return Location(name_start, position, name_start + len(call.name)) if name_start >= 0 else None
-
-
 def describe_calls(parts: CallText) -> ToolFormat | None:
     """Return the format of calls by what a template wrote; None for a form that is not known."""
     call = CALLS[0]
     with contextlib.suppress(ValueError):
-        if (keys := _find_keys(json.loads(parts.first), call)) is not None:
+        if (keys := find_keys(json.loads(parts.first), call)) is not None:
             return _describe_objects(parts, *keys)
     if any(call.number in text for text in (parts.before, parts.between or "", parts.after)):
         return None
+    if parts.first.startswith(f"{call.name}("):
+        ending = parts.after.lstrip().removeprefix("]").strip()
+        opening = parts.before.strip().removesuffix("[").strip()
+        return _describe_python(opening, _take_marker(ending)) if opening else None
     end = parts.first.find("{")
     with contextlib.suppress(ValueError):
         if end >= 0 and find_value(parts.first, end)[0] == call.arguments:
             return _describe_named(parts, parts.first[len(call.name) : end])
     return _describe_tagged(parts)
+
+
+def _describe_python(begin: str, end: str) -> ToolFormat:
+    """Return the format of Python's calls between two markers."""
+    return ToolFormat(
+        begin=begin, end=end, is_python=True, prefix=f"{begin}[", separator="}, ",
+        suffix=f"}}]{end}",
+    )  # fmt: skip
 
 
 class Markers(NamedTuple):

@@ -1,7 +1,8 @@
 """Reading of a JSON value in a text that grows, such as a call's arguments, and where it ends.
 
 Models write at times what only Python reads, or a line break inside of a text, and Gemma 4 has
-another quotation mark and bare keys: all of that becomes JSON.
+another quotation mark and bare keys. LFM2 writes arguments as Python's calls have them, `(key=1)`.
+All of that becomes JSON.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ GEMMA_MARK = '<|"|>'
 _HALF_MARK = r'<(?:\|(?:"\|?)?)?\Z'
 # Outside of texts: what JSON may have there, Python and Gemma.
 _PIECE = re.compile(
-    rf"""[\s:]+|(?P<comma>,\s*)|(?P<word>[\w.+-]+)(?P<space>\s*)(?P<colon>:?)|["'{{}}\[\]]"""
+    rf"""[\s:]+|(?P<comma>,\s*)|(?P<word>[\w.+-]+)(?P<space>\s*)(?P<colon>[:=]?)|["'{{}}\[\]()]"""
     rf"""|{re.escape(GEMMA_MARK)}|(?P<half>{_HALF_MARK})"""
 )
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_CLOSING = {"{": "}", "[": "]"}
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+# Round brackets as JSON has them: around arguments, and within them.
+_OUTER, _INNER = str.maketrans("()", "{}"), str.maketrans("()", "[]")
 # Inside of texts, by their quotation marks: what ends them, or may not stand there as it is.
 _STOPS = {
     '"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]"""),
@@ -70,19 +73,25 @@ class JsonScan:
         if piece in _STOPS:
             self._mark = piece
             return self._write('"', end)
-        if piece in "{}[]" and not self._take_bracket(piece):
-            return False
+        if piece in "{}[]()":
+            bracket = self._take_bracket(piece)
+            return bool(bracket) and self._write(bracket, end)
         return self._write(_rewrite(match, text[end : end + 1]), end)
 
-    def _take_bracket(self, letter: str) -> bool:
-        """Note a bracket; return whether JSON can have it there."""
+    def _take_bracket(self, letter: str) -> str:
+        """Return a bracket as JSON has it; empty where none can stand there.
+
+        Round ones stand around a call's arguments and, within these, around lists.
+        """
+        is_outer = not self._closings
         if letter in _CLOSING:
+            is_right = letter != "(" or is_outer or self._closings[0] == ")"
             self._closings.append(_CLOSING[letter])
-            return True
-        is_right = bool(self._closings) and self._closings.pop() == letter
-        self.is_whole = is_right and not self._closings
+        else:
+            is_right = not is_outer and self._closings.pop() == letter
+            is_outer = self.is_whole = is_right and not self._closings
         self._is_over = not is_right or self.is_whole
-        return is_right
+        return letter.translate(_OUTER if is_outer else _INNER) if is_right else ""
 
     def _read_text(self, text: str) -> bool:
         """Read a text's letters, or one that stands for another; return whether there is one."""
@@ -113,11 +122,12 @@ class JsonScan:
 def _rewrite(match: re.Match[str], next_letter: str) -> str:
     """Return a piece outside of texts as JSON has it: a word before a colon is a key."""
     if match["comma"]:
-        return match[0][1:] if next_letter in ("}", "]") else match[0]
+        return match[0][1:] if next_letter in ("}", "]", ")") else match[0]
     if not (word := match["word"]):
         return match[0]
-    word = json.dumps(word) if match["colon"] else _WORDS.get(word, word)
-    return word + match["space"] + match["colon"]
+    if not match["colon"]:
+        return _WORDS.get(word, word) + match["space"]
+    return json.dumps(word) + match["space"] + ":"
 
 
 def find_value(text: str, position: int = 0) -> tuple[Any, int]:

@@ -196,6 +196,10 @@ FORMS = {
     "{{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}{% endfor %}]"
     "<|suffix|>": "<|prefix|>[",
     "{% for c in cs %}{{ c.function.name }}({{ c.function.arguments }}){% endfor %}": "",
+    # As LFM2.5: a list of Python's calls.
+    "<|tool_call_start|>[{% for c in cs %}{{ c.function.name }}({% for k, v in"
+    " c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}"
+    "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>": "<|tool_call_start|>",
     # As Gemma 4: bare keys, and a quotation mark of its own.
     "{% macro w(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is boolean %}{{ v | tojson }}"
     "{% elif v is mapping %}{ {%- for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not"
@@ -337,6 +341,22 @@ def test_a_chats_message_that_goes_on_with_thoughts() -> None:
     assert (message["reasoning_content"], message["content"]) == (" so", "Yes")
 
 
+def test_calls_of_a_model_whose_template_shows_none() -> None:
+    """LFM2: its token tells the format, and calls are written into messages as it writes them."""
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    tokens = ["<|tool_call_start|>", "<|tool_call_end|>"]
+    tokenizer = Tokenizer(template, tokens)
+    formats = choose_formats("auto", "none", tokenizer)
+    assert formats.tools == TOOL_FORMATS["lfm2"]
+    calls = list(zip(NAMES, ARGUMENTS, strict=True))
+    _, answer = render(tokenizer, formats, calls)
+    text = answer.partition("<|assistant|>")[2]
+    assert text.startswith('<|tool_call_start|>[find_line(text=\'A "quoted"')
+    assert read(text, formats) == calls
+
+
 def test_the_quotation_mark_of_arguments_reaches_the_parser() -> None:
     """Gemma's is a special token, as its markers are, which texts lack."""
     written = next(text for text in FORMS if "<|tool_call>call:" in text)
@@ -344,6 +364,7 @@ def test_the_quotation_mark_of_arguments_reaches_the_parser() -> None:
     tokens = ["<|tool_call>", '<|"|>', "<tool_call|>", "<|image|>"]
     tokenizer = Tokenizer(template + written + "{% endif %}{% endfor %}", tokens)
     formats = choose_formats("auto", "none", tokenizer)
+    assert formats.tools == TOOL_FORMATS["gemma4"]
     assert list(formats.marks.values()) == tokens[:3]
 
 

@@ -70,6 +70,7 @@ def test_values_are_read_in_any_pieces(write: Any) -> None:
         ('{"a": "x\ny\\d\\u12"}', r'{"a": "x\ny\\d\\u12"}'),
         ("{a: 1, 'b' : [True, ], c-d: null , }", '{"a": 1, "b" : [true ], "c-d": null  }'),
         ('{"a": ["it\\\'s"]}', '{"a": ["it\'s"]}'),
+        ("(a = 1, b=[(2, ')'),], c={})", '{"a" : 1, "b":[[2, ")"]], "c":{}}'),
     ],
 )
 def test_what_is_no_json_becomes_it(text: str, written: str) -> None:

@@ -84,6 +84,18 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral_list", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
     ("mistral_list", f"[TOOL_CALLS][{JSON_F}}}, {JSON_G}}}}}] and", "and", [F, G]),
     ("mistral", f"[TOOL_CALLS]f[ARGS]{A}}}[TOOL_CALLS]get.time{B}]", "", [F, G]),
+    ("gemma4", '<|tool_call>call:f{a:1}<tool_call|><|tool_call>call:get.time{t:<|"|>a "b"\n\\<|"|>,'
+     'l:[None,{<|"|>x<|"|>:true}]}<tool_call|>', "",
+     [("f", '{"a":1}'), ("get.time", r'{"t":"a \"b\"\n\\","l":[null,{"x":true}]}')]),
+    ("gemma4", f"Well. <|tool_call>call:f{A}<tool_call|> so", "Well.so", [F]),
+    ("gemma4", 'call:f{t:<|"|>it <|', "", [("f", '{"t":"it ')]),
+    ("lfm2", "<|tool_call_start|>[f(a=1), get.time( t = 'a \"b\" it\\'s\n', l=[None, (1, 2,)])]"
+     "<|tool_call_end|>so", "so",
+     [("f", '{"a":1}'), ("get.time", r'{ "t" : "a \"b\" it' + r"""'s\n", "l":[null, [1, 2]]}""")]),
+    ("lfm2", "Well. <|tool_call_start|>f()<|tool_call_end|>", "Well.", [("f", "{}")]),
+    ("lfm2", f"<|tool_call_start|>[{JSON_F}, {JSON_G}]<|tool_call_end|>", "", [F, G]),
+    ("lfm2", "<|tool_call_start|>f, g<|tool_call_end|>",
+     "<|tool_call_start|>f, g<|tool_call_end|>", []),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', "",
      [F]),
@@ -237,6 +249,7 @@ def test_no_part_of_a_call_is_content_where_a_limit_ends_it(
         ("hermes", '<tool_call>{"name": "f", "arguments": "one"}</tool_call>', True),
         ("qwen3_coder", "<tool_call><function=f></function>", False),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></func", True),
+        ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>", True),
         ("mistral", f"[TOOL_CALLS]f{A[:-1]}", True), ("json", f"[{JSON_F}, {JSON_F[:-3]}", True),
     ],
 )  # fmt: skip
