@@ -252,6 +252,27 @@ def test_a_call_that_a_stop_cuts_is_told_as_cut(url: str) -> None:
     assert given["incomplete_details"] is None
 
 
+def test_a_call_that_a_model_writes_as_python(url: str) -> None:
+    """Its arguments are JSON in every API: an object, or a text of it."""
+    call = r"<tool_call>\n\{'name': 'add', 'arguments': \{'a': 1, 'b': True\}\}\n</tool_call>"
+    body: Any = {"messages": CHAT, "tools": [ADD], "guided_regex": call}
+    arguments = {"a": 1, "b": True}
+    (choice,) = post(url, PATH, **body)["choices"]
+    streamed = join(read_events(url, PATH, **body), 0)
+    assert choice["finish_reason"] == streamed["finish_reason"] == "tool_calls"
+    assert without_ids(choice["message"]) == without_ids(streamed)
+    (called,) = choice["message"]["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == arguments
+    assert not choice["message"]["content"]
+    given = post(url, "/v1/responses", **flatten(body))
+    assert json.loads(given["output"][-1]["arguments"]) == arguments
+    tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    told = post(url, "/v1/messages", **{**body, "tools": [tool], "max_tokens": 99})
+    assert (told["content"][-1]["input"], told["stop_reason"]) == (arguments, "tool_use")
+    told = post(url, "/api/chat", **body, model="toy", stream=False)
+    assert told["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 PATHS = {"type": "array", "items": {"type": "string", "format": "path"}, "maxItems": 1}
 
 
