@@ -81,19 +81,34 @@ def make_requests(
     writer = GrammarWriter(engine.tokenizer)
     requests: list[Request] = []
     for i, prompt in enumerate(inputs.prompts):
-        fields = {**prompt, **settings, "index": i if len(inputs.prompts) > 1 else ONLY}
+        index = i if len(inputs.prompts) > 1 else ONLY
         with _name_parameters(body.source, names):
-            request = _prepare(engine, cuts_output=body.clamps_output, **fields)
+            request = _prepare(
+                engine, index=index, cuts_output=body.clamps_output, **prompt, **settings
+            )
             full_grammar = writer.write(
                 calling, formats, grammar, request.input_text, request.continued_text
             )
             ignored += writer.left_out
             if full_grammar is not grammar:
                 names["grammar"] = "tools" if calling is not None else names["grammar"]
-                fields |= {"max_output_len": request.max_output_len, "grammar": full_grammar}
-                request = _prepare(engine, **fields)
+                request = _add_grammar(engine, request, settings, full_grammar)
         requests += _repeat(request, body.num_choices, len(requests), seed)
     return requests, ignored
+
+
+def _add_grammar(
+    engine: Engine, request: Request, settings: Mapping[str, Any], grammar: Any
+) -> Request:
+    """Return a request with a grammar; its prompt is not tokenized again."""
+    fields = dict(settings) | {
+        "token_ids": request.input_ids, "add_special_tokens": None, "grammar": grammar,
+        "max_output_len": request.max_output_len,
+    }  # fmt: skip
+    shaped = _prepare(engine, index=request.index, **fields)
+    return dataclasses.replace(
+        shaped, input_text=request.input_text, continued_text=request.continued_text
+    )
 
 
 def _repeat(request: Request, num_choices: int, first_index: int, seed: int) -> Iterator[Request]:

@@ -20,7 +20,7 @@ from specdec.serve.answers import Choice
 from specdec.serve.protocol import BadRequest
 from specdec.serve.schema import ChatBody
 from specdec.serve.tools import Calling, GrammarWriter, make_parser, read_calling
-from specdec.text import harmony
+from specdec.text import encoding, harmony
 from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats, TemplateUse
 from specdec.text.call_messages import write_messages
@@ -250,6 +250,22 @@ def test_a_call_that_a_stop_cuts_is_told_as_cut(url: str) -> None:
     Response.model_validate(given)
     assert given["status"] == given["output"][-1]["status"] == "incomplete"
     assert given["incomplete_details"] is None
+
+
+def test_a_prompt_beside_a_grammar_of_calls_is_tokenized_once(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize, prompts = encoding._encode_messages, list[Any]()
+
+    def encode(prompt: Any, *arguments: Any) -> Any:
+        prompts.append(prompt)
+        return tokenize(prompt, *arguments)
+
+    monkeypatch.setattr(encoding, "_encode_messages", encode)
+    body: Any = {"messages": CHAT, "tools": [ADD], "add_special_tokens": False, "max_tokens": 2}
+    usages = [post(url, PATH, **body, tool_choice=one)["usage"] for one in ("auto", "required")]
+    assert usages[0]["prompt_tokens"] == usages[1]["prompt_tokens"]
+    assert len(prompts) == 2
 
 
 def test_a_call_that_a_model_writes_as_python(url: str) -> None:
