@@ -18,6 +18,7 @@ _HEAD = re.compile(
     rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{_STRING}\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+FENCE = "```"  # around a block of code
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _WORD = rf"[^\s\[\]{{}}<>]{{1,{MAX_NAME}}}"
 _NAME = re.compile(rf"({_WORD})((?:\[CALL_ID\]{_WORD})?(?:\[ARGS\])?)\s*(?=\{{)")
@@ -146,29 +147,47 @@ class Parser(AnswerReader):
         return True
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
-        """Read an answer that begins with a call without a marker, of a tool of the request.
-
-        Where the format has no marker, the call may be marked as a block of code.
-        """
+        """Read an answer that begins with a call without a marker, of a tool of the request."""
         start = yield from self._skip(self._position)
         end = yield from self._read_unmarked(form, start)
         if end is not None:
-            self._position = end
+            self._position = yield from self._skip(end)
         elif self._is_cut and self._has_run_out and start < len(self._text):
             self._position = len(self._text)
 
     def _read_unmarked(self, form: ToolFormat, start: int) -> Reading[int | None]:
-        """Read calls without a marker; return their end, None where no such call stands there."""
+        """Read calls without a marker; return their end, None where no such call stands there.
+
+        They may be blocks of code, as Qwen2.5-Coder writes them.
+        """
         if self._needs_marker and not (yield from self._is_opened(form, start)):
             return None
-        fence = "```json" if form.is_bare and (yield from self._has(start, "```json")) else ""
-        position = yield from self._skip(start + len(fence))
-        if form.begin and (yield from self._has(position, form.begin)):
-            return None
-        end = yield from self._read_written(form, position, is_bare=True)
-        return (
-            end if end is None else (yield from self._read_end("```" if fence else form.end, end))
-        )
+        end: int | None = None
+        while True:
+            fence, position = yield from self._read_fence(start)
+            if form.begin and (yield from self._has(position, form.begin)):
+                return end
+            call_end = yield from self._read_written(form, position, is_bare=True)
+            if call_end is None:
+                return self._pass_half(end)
+            end = yield from self._read_end(fence or form.end, call_end)
+            start, self._has_run_out = (yield from self._skip(end)), False
+            if not fence or start == len(self._text):
+                return end
+
+    def _pass_half(self, end: int | None) -> int | None:
+        """Return the end of calls, if there are any, and of half a call after them."""
+        has_half = end is not None and self._is_cut and self._has_run_out
+        return len(self._text) if has_half else end
+
+    def _read_fence(self, position: int) -> Reading[tuple[str, int]]:
+        """Return the beginning of a block of code, if there is one, and where its text begins."""
+        if not (yield from self._has(position, FENCE)):
+            return "", position
+        position += len(FENCE)
+        if (yield from self._has(position, "json")):
+            position += len("json")
+        return FENCE, (yield from self._skip(position))
 
     def _is_opened(self, form: ToolFormat, position: int) -> Reading[bool]:
         """Return whether a call stands at a position as a grammar writes it, letter by letter.
@@ -218,8 +237,8 @@ class Parser(AnswerReader):
             position = yield from self._skip(position)
             call_end = yield from self._read_wrapped(form, position, is_bare)
             if call_end is None:
-                if end is not None and self._is_cut and self._has_run_out:
-                    return len(self._text)  # half a call after a whole one
+                if (half_end := self._pass_half(end)) != end:
+                    return half_end
                 break
             position = end = call_end
             if not form.call_begin:
@@ -252,7 +271,11 @@ class Parser(AnswerReader):
         self, form: ToolFormat, position: int, *, is_bare: bool = False
     ) -> Reading[int | None]:
         """Read calls in JSON, or Mistral's with names; return where they end, None for none."""
-        if form.is_python and (end := (yield from self._read_python(position))) is not None:
+        if (
+            form.is_python
+            and not is_bare
+            and (end := (yield from self._read_python(position))) is not None
+        ):
             return end
         if form.begin == "[TOOL_CALLS]" and self._text[position : position + 1] not in ("[", "{"):
             return (yield from self._read_named(position, is_bare=is_bare))
@@ -266,8 +289,7 @@ class Parser(AnswerReader):
         while True:
             call_end = yield from self._read_object(position, is_bare)
             if call_end is None:
-                has_half = end is not None and self._is_cut and self._has_run_out
-                return len(self._text) if has_half else end
+                return self._pass_half(end)
             end = call_end
             position = yield from self._skip(call_end)
             while is_list and self._text[position : position + 1] == "}":  # one too many
@@ -385,7 +407,7 @@ class Parser(AnswerReader):
                 may_come = _PYTHON_NAME_SO_FAR.fullmatch(self._text, position) is not None
                 self._has_run_out |= may_come
                 if self._is_over or not may_come:
-                    return len(self._text) if end and may_come and self._is_cut else end
+                    return self._pass_half(end)
                 yield
             end = yield from self._read_arguments(head[1], head.end(), depth=0)
             position = yield from self._skip(end)

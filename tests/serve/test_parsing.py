@@ -173,6 +173,12 @@ UNOPENED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", f"f[ARGS]{A}[TOOL_CALLS]get.time{B}", "", [F, G]),
     ("mistral", f"f{A}", "", [F]),
     ("mistral_list", f"[{JSON_F}, {JSON_G}]", "", [F, G]),
+    # As blocks of code, as Qwen2.5-Coder writes them.
+    ("hermes", f"```json\n{JSON_F}\n```", "", [F]),
+    ("hermes", f"```json\n{JSON_F}\n```\n\n```\n{JSON_G}}}\n```\nSo ```x```", "So ```x```", [F, G]),
+    ("hermes", f"```json\n{JSON_F}\n{JSON_G}\n```\n", "", [F, G]),
+    ("hermes", f'```json\n{JSON_F}\n``` ```json\n{{"x": 1}}```', '```json\n{"x": 1}```', [F]),
+    ("qwen3_coder", f"```json\n[{JSON_F}]\n```", "", [F]),
 ]  # fmt: skip
 
 
@@ -269,6 +275,7 @@ def test_a_call_is_cut_where_its_arguments_are_not_whole(
 @pytest.mark.parametrize(
     "text",
     ['{"name": "Bob", "age": 5}', '{"id": 7, "price": 5}', '[{"name": "Bob"}]', "get it, f {a}",
+     "f(a=1) is 1", "[f(a=1)]", "```json\n{\"x\": 1}\n``` so", "```\nf\n```",
      '{"type": "circle", "r": 1}', '{"parameters": 5}', "See <function> and [TOOLS], a < b or"],
 )  # fmt: skip
 def test_a_limit_leaves_other_answers_whole(name: str, text: str) -> None:
