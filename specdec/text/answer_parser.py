@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from .answer_reader import AnswerReader, Delta, Reading
+from .answer_reader import FENCE, AnswerReader, Delta, Reading
 from .call_arguments import SchemaReader, may_be_arguments, read_argument, write_arguments
 from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
 from .json_scan import JsonScan, is_json, read_json_text
@@ -18,7 +18,6 @@ _HEAD = re.compile(
     rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{_STRING}\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-FENCE = "```"  # around a block of code
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _WORD = rf"[^\s\[\]{{}}<>]{{1,{MAX_NAME}}}"
 _NAME = re.compile(rf"({_WORD})((?:\[CALL_ID\]{_WORD})?(?:\[ARGS\])?)\s*(?=\{{)")
@@ -43,6 +42,7 @@ class Parser(AnswerReader):
         needs_marker: bool = False,
         schemas: Mapping[str, Any] | None = None,
         marks: Mapping[int, str] | None = None,
+        is_inner: bool = False,
     ) -> None:
         """Begin an answer.
 
@@ -51,12 +51,12 @@ class Parser(AnswerReader):
         call is certain to have its opening, where the format has one, as a grammar sees to.
         schemas: of the arguments, by the names of the tools. marks: the markers that are special
         tokens, by their ids: texts have none, so that whoever feeds them puts these where the
-        tokens are.
+        tokens are. is_inner: whether another parser asks for the calls that a text begins with.
         """
         self.marks = marks or {}
         self._reasoning, self._thinking, self._has_thoughts = reasoning, thinking, has_thoughts
         self._schemas = schemas or {}
-        self._needs_marker = needs_marker
+        self._needs_marker, self._is_inner = needs_marker, is_inner
         self.reasoning_end = 0  # position in the text that was fed
         super().__init__(tools)
 
@@ -77,8 +77,11 @@ class Parser(AnswerReader):
     def _read_content(self, form: ToolFormat | None, markers: list[str]) -> Reading[None]:
         """Read content and the calls that begin with markers; leave out the marks around a text."""
         marks = self._reasoning.text_marks if self._reasoning is not None else ()
-        while marker := (yield from self._copy(*marks, *markers)):
-            if form is not None and marker in markers:
+        fences = [FENCE] if form is not None and not (self._needs_marker or self._is_inner) else []
+        while marker := (yield from self._copy(*marks, *markers, *fences)):
+            if form is not None and marker == FENCE:
+                yield from self._read_last_calls(form, FENCE, "content")
+            elif form is not None and marker in markers:
                 yield from self._read_marked(form, marker)
             else:
                 end = self._text.index(marker, self._position) + len(marker)
@@ -115,27 +118,34 @@ class Parser(AnswerReader):
                 self.reasoning_end = position
                 self._position = yield from self._skip(position)
                 return
-            if (yield from self._read_last_calls(form, tools)):
+            start = self._text.index(tools.begin, self._position)
+            if (
+                yield from self._read_last_calls(tools, tools.begin, "reasoning_content", form.end)
+            ):
+                self.reasoning_end = start
                 return
         self.reasoning_end = len(self._text)
 
-    def _read_last_calls(self, form: ReasoningFormat, tools: ToolFormat) -> Reading[bool]:
-        """Read calls that end an answer whose reasoning has no end; return whether there are some.
+    def _read_last_calls(
+        self, form: ToolFormat, marker: str, field: str, field_end: str = ""
+    ) -> Reading[bool]:
+        """Read calls that end an answer in the middle of a field; return whether there are some.
 
-        Models leave out the end before a call at times. What comes before more reasoning, or before
-        its end, is only thought of.
+        Models leave out the end of reasoning before a call at times, or write a call as a block of
+        code. What comes before more of the field, or before its end, is only told of.
         """
-        start = position = self._text.index(tools.begin, self._position)
-        parser, deltas = Parser(tools, None, schemas=self._schemas), list[Delta]()
+        start = position = self._text.index(marker, self._position)
+        parser, deltas = Parser(form, None, schemas=self._schemas, is_inner=True), list[Delta]()
         while True:
             deltas += parser.feed(self._text[position:])
             deltas += parser.finish(is_cut=self._is_cut) if self._is_over else []
-            thought_end = self._text.find(form.end, max(start, position - len(form.end)))
-            is_known = all(call["function"]["name"] in self._schemas for call in parser.calls)
-            if thought_end >= 0 or parser.content or not is_known:
-                end = start + max(len(tools.begin), parser.content_start)
-                end = min(end, thought_end) if thought_end >= 0 else end
-                self._add(start + len(self._text[start:end].rstrip()), "reasoning_content")
+            end = self._text.find(field_end, max(start, position - len(field_end)))
+            has_end = bool(field_end) and end >= 0
+            if has_end or not self._may_end_with(parser, field):
+                # Calls before more text end no answer: none of them is examined again.
+                passed = max(len(marker), parser.content_start if field_end else 0)
+                limit = min(start + passed, end) if has_end else start + passed
+                self._add(start + len(self._text[start:limit].rstrip()), field)
                 return False
             if self._is_over:
                 break
@@ -143,8 +153,19 @@ class Parser(AnswerReader):
             yield
         self.calls, self.is_call_cut = parser.calls, parser.is_call_cut
         self._deltas += deltas
-        self.reasoning_end, self._position = start, len(self._text)
+        self._position = len(self._text)
         return True
+
+    def _may_end_with(self, parser: Parser, field: str) -> bool:
+        """Return whether an answer may end with the calls that an inner parser finds.
+
+        Of half a call, which a limit cuts, nothing is shown where its marker tells it.
+        """
+        if parser.content or self.calls:
+            return False
+        if self._is_over and not parser.calls and not (self._is_cut and field != "content"):
+            return False
+        return all(call["function"]["name"] in self._schemas for call in parser.calls)
 
     def _read_bare(self, form: ToolFormat) -> Reading[None]:
         """Read an answer that begins with a call without a marker, of a tool of the request."""

@@ -15,6 +15,7 @@ from .call_formats import ToolFormat, make_id
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 Delta = dict[str, Any]
+FENCE = "```"  # around a block of code
 
 
 class AnswerReader:
@@ -86,7 +87,12 @@ class AnswerReader:
         return min((pair for pair in starts if pair[0] >= 0), default=(-1, ""))
 
     def _find_half(self, markers: Sequence[str]) -> int:
-        """Return where half a marker begins that ends the text; the text's length for none."""
+        """Return where half a marker begins that ends the text; the text's length for none.
+
+        A text may well end with half a fence.
+        """
+        if self._is_over:
+            markers = [marker for marker in markers if marker != FENCE]
         size = max(map(len, markers), default=1) - 1
         for start in range(max(self._position, len(self._text) - size), len(self._text)):
             if any(marker.startswith(self._text[start:]) for marker in markers):

@@ -352,6 +352,30 @@ def test_calls_that_end_an_answer_end_its_reasoning(
         assert text.startswith(parts[1])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "json"])
+def test_calls_that_end_an_answer_may_be_blocks_of_code(name: str) -> None:
+    """As Qwen2.5-Coder writes them after a text; other blocks, and what text follows, are text."""
+    form, block = TOOL_FORMATS[name], f"```json\n{JSON_F}\n```"
+    code = "See:\n```python\nf(a=1)\n```\n\n"
+    for text, content, calls in (
+        (f"{code}So:\n\n{block}\n", f"{code}So:", [F]),
+        (f"So:\n{block}\n\n```\n{JSON_G}\n```", "So:", [F, G]),
+        (f"So:\n{block} as told", f"So:\n{block} as told", []),
+        (
+            f"So:\n{block.replace('name', 'title')}\n",
+            f"So:\n{block.replace('name', 'title')}\n",
+            [],
+        ),
+        ("So: ``", "So: ``", []),
+        (code, code, []),
+    ):
+        for pieces in split_everywhere(text):
+            assert parse(pieces, tools=form) == (content, "", calls), pieces
+        assert parse([text], tools=form, needs_marker=True) == (text, "", [])
+    for text in ("So `f`", "So:\n```", "So:\n```json", code.rstrip()):
+        assert parse([text], tools=form, is_cut=True) == (text, "", [])
+
+
 def test_the_end_of_reasoning_ends_it_also_within_a_call() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"t": "</think>"}}</tool_call> so'
     expected = '"}}</tool_call> so', text.partition("</think>")[0], list[tuple[str, str]]()
