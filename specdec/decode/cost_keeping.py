@@ -32,7 +32,7 @@ from specdec.system.cache import find_cache
 from specdec.system.machine import read_processor
 
 logger = logs.get_logger(__name__)
-FORMAT_VERSION = 3  # older tables are measured again
+FORMAT_VERSION = 4  # older tables are measured again
 FOLDER_NAME = "costs"  # of an engine folder, and of the cache
 
 

@@ -27,6 +27,7 @@ from specdec.decode.loop import Batch, Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.timing import Timing
 from specdec.engine.decoder import Decoder
+from specdec.engine.kv_cache import KVCache
 from specdec.engine.step import Step
 from specdec.engine.tree import Tree
 
@@ -49,6 +50,8 @@ ROWS_FACTOR = 4  # from one measured number of requests to the next
 FAR_POSITION = 1024  # positions in the cache by which the context's price is measured
 MIN_FAR_POSITION = 128  # where an engine has room for fewer, the context costs nothing
 CONTEXT_TURNS = 5
+CONTEXT_SECONDS = 0.2  # that this takes, but for a turn that has begun
+MAX_CONTEXT_NODES = 4  # of a step that measures the price of the context
 NUM_WORDS = 4  # different tokens of a prompt: so few repeat, and lookups find something
 CACHE_FILLING = 0.01  # number in a cache, since memory that was never written is read faster
 QUIET_RATIO = 1.5  # of a step's median seconds to its least, at most on a quiet machine
@@ -338,29 +341,42 @@ class Measuring:
             if self._is_slow(num_rows):
                 break
 
-    def _measure_context(self) -> float:
-        """Return the seconds that a position in the cache adds to a step."""
-        far_position = min(FAR_POSITION, self._max_seq_len - 2)
+    def _measure_context(self) -> Curve:
+        """Return the seconds that a position in the cache adds to a step, by its nodes.
+
+        Reading of keys and values is the price of one node, further nodes multiply with them.
+        """
+        max_tokens = max(probe.max_draft_tokens for probe in self._probes)
+        sizes = sorted({1, min(1 + max_tokens, MAX_CONTEXT_NODES)})
+        far_position = min(FAR_POSITION, self._max_seq_len - 1 - sizes[-1])
         if far_position < MIN_FAR_POSITION:
-            return 0.0
-        cache = self._decoder.make_cache(1, far_position + 1)
+            return CostTable.context
+        cache = self._decoder.make_cache(1, far_position + sizes[-1])
         cache.blocks.fill_(CACHE_FILLING)
-        times: dict[int, list[float]] = {1: [], far_position: []}
-        for turn in range(1 + CONTEXT_TURNS):
-            for past, seconds in times.items():
-                cache.fill(past)
-                step = Step(
-                    rows=np.zeros(1, np.int64), tokens=np.zeros((1, 1), np.int64),
-                    positions=np.array([[past]]), tree_mask=np.ones((1, 1, 1), np.bool_),
-                )  # fmt: skip
+        kinds = [(size, past) for size in sizes for past in (1, far_position)]
+        times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+        end_time = self._clock() + CONTEXT_SECONDS
+        for _ in range(1 + CONTEXT_TURNS):
+            for kind, seconds in times.items():
                 start_time = self._clock()
-                states = self._decoder.forward(step, cache)
-                self._decoder.compute_logits(states).sum().item()  # waits for a device
+                self._run_chain(cache, *kind)
                 seconds.append(self._clock() - start_time)
-            if turn and self._clock() > self._deadline:
+            if self._clock() > end_time:
                 break
-        near_seconds, far_seconds = (min(seconds[1:] or seconds) for seconds in times.values())
-        return max(0.0, far_seconds - near_seconds) / (far_position - 1)
+        least = {kind: min(seconds[1:] or seconds) for kind, seconds in times.items()}
+        rises = {size: least[size, far_position] - least[size, 1] for size in sizes}
+        return smooth({size: max(0.0, rise) / (far_position - 1) for size, rise in rises.items()})
+
+    def _run_chain(self, cache: KVCache, size: int, past: int) -> None:
+        """Run a step of one request, whose chain of so many nodes comes after `past` positions."""
+        cache.fill(past)
+        step = Step(
+            rows=np.zeros(1, np.int64), tokens=np.zeros((1, size), np.int64),
+            positions=np.arange(past, past + size)[None],
+            tree_mask=np.tril(np.ones((1, size, size), np.bool_)),
+        )  # fmt: skip
+        states = self._decoder.forward(step, cache)
+        self._decoder.compute_logits(states).sum().item()  # waits for a device
 
 
 class _Times:

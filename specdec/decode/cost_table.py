@@ -108,14 +108,14 @@ class CostTable:
     steps: of the target, whatever it takes beside the drafts, by the nodes of a request's tree.
     drafts: of each drafter of a chain, or the one, by its levels. reading: of a prompt's token that
     the drafters read. prompts: of a pass over nothing but prompts, by its tokens. context: of a
-    position in the cache, for each request of a step.
+    position in the cache, for each request of a step, by the nodes of its tree.
     """
 
     steps: Grid
     drafts: tuple[Grid, ...] = ()
     reading: float = 0.0
     prompts: Curve | None = None
-    context: float = 0.0
+    context: Curve = Curve((1,), (0.0,))
 
     def estimate_steps(
         self, num_rows: int, sizes: Array, num_prompt_tokens: int = 0, num_positions: int = 0
@@ -133,7 +133,7 @@ class CostTable:
             price = (seconds[-1] - seconds[0]) / max(1, tokens[-1] - tokens[0])
             price = min(price, seconds[0] / (tokens[0] + num_prompt_tokens))
             seconds = seconds - num_prompt_tokens * price
-        return np.asarray(seconds + num_positions * self.context)
+        return np.asarray(seconds + num_positions * self.context.estimate(sizes))
 
     def estimate_pass(self, sizes: Array) -> Array:
         """Return the seconds of passes over so many tokens, most of them prompts'."""
@@ -164,7 +164,7 @@ def read_table(document: Mapping[str, Any], num_drafters: int) -> CostTable:
         drafts=tuple(map(_read_grid, document["drafts"])),
         reading=_read_seconds([document["reading"]])[0],
         prompts=None if prompts is None else _read_curve(prompts),
-        context=_read_seconds([document["context"]])[0],
+        context=_read_curve(document["context"]),
     )
 
 

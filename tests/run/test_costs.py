@@ -15,6 +15,7 @@ from specdec.decode import cost_keeping, cost_measuring
 from specdec.decode.cost_keeping import FOLDER_NAME, find_costs
 from specdec.decode.cost_measuring import (
     FAR_POSITION,
+    MAX_CONTEXT_NODES,
     MAX_SECONDS,
     Measuring,
     find_quartile,
@@ -51,6 +52,7 @@ class Machine:
     """Clock by which a pass takes 10 units, one or more for a token, and one for 100 positions."""
 
     now = 0.0
+    is_multiplied = False  # whether each node takes one for 100 positions
     target: Decoder | None = None  # beside which others take a tenth of the time
 
     def __init__(
@@ -60,7 +62,8 @@ class Machine:
         forward = Decoder.forward
 
         def take_time(decoder: Decoder, step: Step, *arguments: Any) -> Any:
-            units = 10 + token * step.tokens.size + step.positions.max() / 100
+            num_readers = step.tokens.shape[1] if self.is_multiplied else 1
+            units = 10 + token * step.tokens.size + num_readers * step.positions.max() / 100
             self.now += units * (0.1 if self.target not in (None, decoder) else 1)
             return forward(decoder, step, *arguments)
 
@@ -90,11 +93,27 @@ def test_what_is_measured(parent: Path, name: str, monkeypatch: pytest.MonkeyPat
     for rows, sizes in itertools.product((1, 4), ((1,), (1, 3, drafter.max_draft_tokens + 1))):
         seconds = table.estimate_steps(rows, np.array(sizes)) * 1e4
         assert seconds == pytest.approx([10 + rows * size for size in sizes], abs=4), "of a context"
-    assert table.context * 1e4 == pytest.approx(1 / 100, rel=0.1)
+    prices = table.context.estimate(np.array([1, MAX_CONTEXT_NODES, 2 * MAX_CONTEXT_NODES])) * 1e4
+    assert prices == pytest.approx([1 / 100] * 3, rel=0.1)
     assert table.prompts is not None
     levels = [curve.sizes for _, curve in table.drafts[0].curves]
     assert levels == [(drafter.num_levels,), (drafter.num_levels,)]
     assert FAR_POSITION > 400
+
+
+def test_each_node_of_a_tree_multiplies_with_the_context(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured by four nodes; a drafter of fewer is measured by all that it has."""
+    engine = load_method(parent, "pair", "noisy")
+    for max_tokens, least_nodes in ((22, MAX_CONTEXT_NODES), (1, 2)):
+        machine = Machine(monkeypatch)
+        machine.is_multiplied = True
+        measuring = machine.make(engine, [[SuffixDrafter(SuffixOptions(max_tokens=max_tokens))]])
+        curve = measuring._measure_context()
+        assert curve.sizes == (1, least_nodes)
+        prices = curve.estimate(np.array([1, 4, 16])) * 1e4
+        assert prices == pytest.approx([0.01, 0.04, 0.16], rel=0.1)
 
 
 def test_steps_that_are_timed_more_often_are_not_the_cheaper_for_that() -> None:
@@ -196,7 +215,7 @@ def test_a_drafter_that_reads_prompts_in_a_chain(
         assert [rows for rows, _ in drafts.curves] == [1, 4]
 
 
-@pytest.mark.parametrize(("token", "seconds_behind"), [(1.0, 0.8), (6.0, 1.8)])
+@pytest.mark.parametrize(("token", "seconds_behind"), [(1.0, 0.8), (6.0, 1.9)])
 def test_a_slow_engine(
     parent: Path, token: float, seconds_behind: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ class Pace:
         self._estimate_steps = functools.lru_cache(maxsize=32)(
             lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
         )
+        self._context_seconds = costs.context.estimate(nodes)  # of a position in the cache
         self._estimate_draft = functools.lru_cache(maxsize=256)(costs.estimate_draft)
         # Of a plain step, and of one that verifies each size; before the first plan there was none.
         self._step_seconds = [0.0] * len(nodes)
@@ -154,7 +155,7 @@ class Pace:
         self._level_price = None
         self.learn()
         seconds = self._estimate_steps(num_rows, num_prompt_tokens)
-        self._table_seconds = (seconds + num_positions * self.costs.context).tolist()
+        self._table_seconds = (seconds + num_positions * self._context_seconds).tolist()
         self._step_seconds = self._correct(self._table_seconds)
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
