@@ -529,7 +529,7 @@ def test_a_drafter_that_does_not_pay_rests() -> None:
 
 def test_steps_drift_by_classes_and_none_is_dearer_than_a_larger_one() -> None:
     drift = Drift()
-    counts, table = [1, 2, 5, 9, 17], [1.0, 1.0, 1.2, 2.0, 4.0]
+    counts, table = [1, 2, 7, 13, 17], [1.0, 1.0, 1.2, 2.0, 4.0]
 
     def record(num_tokens: int, table_seconds: float, seconds: float) -> list[float]:
         for _ in range(200):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-BOUNDS = (1, 4, 8, 16)  # most tokens of a step's class; the last class has those above
+BOUNDS = (1, 4, 6, 8, 12, 16)  # most tokens of a step's class; the last class has those above
 MAX_WEIGHT = 10  # steps of a class among which the newest counts as one, at most
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
 PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
