@@ -390,16 +390,3 @@ def test_a_record_is_trusted_as_so_many_drafts() -> None:
     assert known.trust == PRIOR_DRAFTS / (PRIOR_DRAFTS + TRUSTED_DRAFTS)
     assert Promise(2, is_chain=False).trust == 0
     assert known.gains.tolist() == pytest.approx(gains)
-
-
-@pytest.mark.parametrize(("num_poor", "left_out"), [(40, {1}), (1000, set())])
-def test_drafters_are_chosen_by_what_they_bring_in_the_long_run(
-    num_poor: int, left_out: set[int]
-) -> None:
-    """A few poor drafts of the first bring no other drafters; many do."""
-    pace = make_chain_pace()
-    for drafter_set, gain, num_drafts in ((pace.chain, 0.6, 1000), (pace.first, 0.1, num_poor)):
-        for _ in range(num_drafts):
-            drafter_set.promise.take_promised(1, [gain] * 4, 4)
-    pace.plan([64], unread_counts=(0, 0))
-    assert pace.forecast.left_out == left_out

@@ -17,7 +17,6 @@ from specdec.files.acceptance import MAX_DEPTH, MAX_NODES, NUM_BUCKETS, Acceptan
 KEPT_WEIGHT = 0.98  # weight of what was known of acceptance before the newest draft
 KEPT_PROMISE_WEIGHT = 0.95  # weight of what drafts promised before the newest draft
 KEPT_LONG_WEIGHT = 0.99  # as KEPT_WEIGHT, for means over more drafts
-KEPT_STEADY_WEIGHT = 0.995  # as KEPT_PROMISE_WEIGHT, by which drafters are chosen
 FIRST_RATE = 0.7  # believed at first: of the drafted tokens that are reached, those accepted
 FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
 USUAL_DRAFTS = 100.0  # drafts of earlier texts that count at most in what drafts usually bring
@@ -270,7 +269,6 @@ class Promise:
             first_gains = np.array(record.gains)[recorded_sizes]
         self._first_gains = first_gains
         self._gain_sums = self._weight * first_gains
-        self._steady_sums, self._steady_weight = self._gain_sums, self._weight
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
         self._num_new = 0.0  # drafts of the newest texts that were learned from
@@ -283,11 +281,6 @@ class Promise:
     def gains(self) -> Array:
         """Return the expected gains, [max_tokens]."""
         return np.asarray(self._gain_sums / self._weight)
-
-    @property
-    def steady_gains(self) -> Array:
-        """Return the mean gains over many more drafts, of all texts, [max_tokens]."""
-        return np.asarray(self._steady_sums / self._steady_weight)
 
     @property
     def trust(self) -> float:
@@ -315,10 +308,6 @@ class Promise:
         self._weight *= KEPT_LONG_WEIGHT
         self._gain_sums += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS * self._first_gains
         self._weight += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS
-        self._steady_sums = KEPT_LONG_WEIGHT * self._steady_sums
-        self._steady_weight *= KEPT_LONG_WEIGHT
-        self._steady_sums += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS * self._first_gains
-        self._steady_weight += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS
 
     def expect_seconds(self, seconds: Array) -> Array:
         """Return the expected seconds of steps in which at most so many nodes are verified.
@@ -341,9 +330,6 @@ class Promise:
         self._num_new += num_rows
         self._gain_sums = kept_share * self._gain_sums + promised_gains
         self._weight = kept_share * self._weight + num_rows
-        kept_share = KEPT_STEADY_WEIGHT**num_rows
-        self._steady_sums = kept_share * self._steady_sums + promised_gains
-        self._steady_weight = kept_share * self._steady_weight + num_rows
         self._size_shares *= KEPT_PROMISE_WEIGHT
         self._size_shares[size] += 1 - KEPT_PROMISE_WEIGHT
 

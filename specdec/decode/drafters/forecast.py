@@ -75,15 +75,14 @@ class Forecast:
 
 def forecast_steps(
     drafter_set: DrafterSet, num_rows: int, plain_seconds: float,
-    expected_seconds: Sequence[float], draft_seconds: Sequence[float], *, is_steady: bool = False,
+    expected_seconds: Sequence[float], draft_seconds: Sequence[float],
 ) -> Forecast:  # fmt: skip
     """Return the forecast of steps of so many rows.
 
     plain_seconds: of a step without drafts. expected_seconds, draft_seconds: by size, from one on,
     or of the largest size alone where drafts are verified whole.
     """
-    promise = drafter_set.promise
-    gains = (promise.steady_gains if is_steady else promise.gains).tolist()
+    gains = drafter_set.promise.gains.tolist()
     num_smaller = len(gains) - len(expected_seconds)
     gains = gains[num_smaller:]
     rates = [
@@ -95,5 +94,5 @@ def forecast_steps(
     return Forecast(
         drafter_set, gains, expected_seconds, draft_seconds, num_smaller + 1 + best,
         rate=max(best_rate, plain_rate), gain=best_rate / plain_rate,
-        sure_gain=promise.trust * gains[best],
+        sure_gain=drafter_set.promise.trust * gains[best],
     )  # fmt: skip

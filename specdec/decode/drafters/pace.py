@@ -172,26 +172,26 @@ class Pace:
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
     ) -> Forecast:
-        """Return the forecast of those drafters that promise the most, in the long run.
+        """Return the forecast of those drafters that promise the most.
 
         readers: those that have much to read before they draft. num_unread: tokens to read.
         """
         if len(self.drafters) == 1:
             return self._forecast(self.chain)
         sets = [self.chain, *(each for each in (self.first, self.others) if each.is_known)]
-        forecasts = [self._forecast(drafter_set, is_steady=True) for drafter_set in sets]
+        forecasts = [self._forecast(drafter_set) for drafter_set in sets]
         if not self._repays_reading(readers, num_unread, seconds_ahead, forecasts):
             if self.first in sets and readers == self.first.left_out:
-                return self._forecast(self.first)
+                return forecasts[1]
             chain = dataclasses.replace(self.chain, left_out=readers)
             others = [each for each in forecasts[1:] if each.left_out >= readers]
-            forecasts = [self._forecast(chain, is_steady=True), *others]
-        best_set = max(forecasts, key=lambda forecast: forecast.gain).drafter_set
-        if best_set in (self.first, self.others):
+            forecasts = [self._forecast(chain), *others]
+        best = max(forecasts, key=lambda forecast: forecast.gain)
+        if best.drafter_set in (self.first, self.others):
             self.chain.promise.forget()
-        if best_set is self.others:
+        if best.drafter_set is self.others:
             self.first.promise.forget()
-        return self._forecast(best_set)
+        return best
 
     def _repays_reading(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float,
@@ -208,7 +208,7 @@ class Pace:
         is_repaid = num_unread * self.costs.reading <= seconds_ahead * (1 / gain_without - 1 / gain)
         return is_repaid and self._may_read(num_unread, seconds_ahead)
 
-    def _forecast(self, drafter_set: DrafterSet, *, is_steady: bool = False) -> Forecast:
+    def _forecast(self, drafter_set: DrafterSet) -> Forecast:
         """Return the forecast of the step's plan if these drafters draft."""
         promise, left_out = drafter_set.promise, drafter_set.left_out
         plain_seconds, *expected_seconds = self._step_seconds
@@ -219,12 +219,7 @@ class Pace:
         else:
             draft_seconds = [self._price_drafts(left_out)] * len(self._sizes)
         return forecast_steps(
-            drafter_set,
-            self._num_rows,
-            plain_seconds,
-            expected_seconds,
-            draft_seconds,
-            is_steady=is_steady,
+            drafter_set, self._num_rows, plain_seconds, expected_seconds, draft_seconds
         )
 
     def _price_drafts(self, left_out: frozenset[int], num_levels: float | None = None) -> float:
