@@ -37,6 +37,7 @@ from specdec.decode.drafters.drift import (
 from specdec.decode.drafters.forecast import DrafterSet, forecast_steps
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
+from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
@@ -562,7 +563,20 @@ def test_a_plain_step_is_due_where_all_steps_are_drafted() -> None:
             assert not drift.needs_plain, (first, step)
             drift.record(3, 1.0, 1.0)
         assert drift.needs_plain
-        drift.record(4, 1.0, 1.0, is_plain=True)  # of four requests
+        drift.record(1, 1.0, 1.0)
+
+
+def test_steps_of_other_numbers_of_requests_drift_by_themselves() -> None:
+    """A plain step of four requests has as many tokens as one of a tree of four nodes."""
+    pace = Pace(4, CHEAP)
+    pace.plan([50])
+    for _ in range(40):
+        pace.take_seconds(4, 3.0)
+    assert pace.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
+    pace.plan([50] * 4)
+    assert pace.drift.correct([1, 4], [1.0, 1.0]) == [1.0, 1.0]
+    pace.plan([50])
+    assert pace.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
 
 
 class Steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-BOUNDS = (1, 4, 6, 8, 12, 16)  # most tokens of a step's class; the last class has those above
+BOUNDS = (1, 4, 6, 8, 12, 16)  # most nodes of a step's class; the last class has those above
 MAX_WEIGHT = 10  # steps of a class among which the newest counts as one, at most
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
 PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
@@ -18,11 +18,12 @@ MAX_RATIO = 2.0  # that one step may show, either way
 
 
 class Drift:
-    """Seconds that steps take now over those of the table, by classes of their tokens.
+    """Seconds that steps take now over those of the table, by classes of a row's nodes.
 
-    A class of which no step was timed drifts as the nearest one below does, else the one above: so
-    what may pay is tried. No step is dearer than a larger one. needs_plain: whether so many drafted
-    steps were timed since the last plain one that the next step should be plain.
+    All steps have about as many requests: by others other limits set the time. A class of which no
+    step was timed drifts as the nearest one below does, else the one above: so what may pay is
+    tried. No step is dearer than a larger one. needs_plain: whether so many drafted steps were
+    timed since the last plain one that the next step should be plain.
     """
 
     def __init__(self) -> None:
@@ -34,22 +35,20 @@ class Drift:
     def needs_plain(self) -> bool:
         return self._steps_to_plain <= 0
 
-    def record(
-        self, num_tokens: int, table_seconds: float, seconds: float, *, is_plain: bool = False
-    ) -> None:
-        """Take the seconds of a step of so many tokens, and what the table says of it."""
-        number = _find_class(num_tokens)
+    def record(self, num_nodes: int, table_seconds: float, seconds: float) -> None:
+        """Take the seconds of a step of so many nodes a row, and what the table says of it."""
+        number = _find_class(num_nodes)
         known_ratio, count = self._find_ratio(number), self._counts.get(number, 0) + 1
         ratio = min(max(seconds / table_seconds, 1 / MAX_RATIO), MAX_RATIO)
         self._ratios[number] = known_ratio + (ratio - known_ratio) / min(count + 1, MAX_WEIGHT)
         self._counts[number] = count
-        self._steps_to_plain = PLAIN_STEPS if is_plain else self._steps_to_plain - 1
+        self._steps_to_plain = PLAIN_STEPS if num_nodes == 1 else self._steps_to_plain - 1
 
-    def correct(self, token_counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
-        """Return the seconds that steps of rising numbers of tokens take, by the table's."""
+    def correct(self, node_counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
+        """Return the seconds that steps of rising numbers of nodes take, by the table's."""
         if not self._ratios:
             return [*seconds]
-        pairs = zip(token_counts, seconds, strict=True)
+        pairs = zip(node_counts, seconds, strict=True)
         drifted = [value * self._find_ratio(_find_class(count)) for count, value in pairs]
         return [*itertools.accumulate(reversed(drifted), min)][::-1]
 
@@ -59,5 +58,5 @@ class Drift:
         return 1.0 if nearest is None else self._ratios[nearest]
 
 
-def _find_class(num_tokens: int) -> int:
-    return next((n for n, bound in enumerate(BOUNDS) if num_tokens <= bound), len(BOUNDS))
+def _find_class(num_nodes: int) -> int:
+    return next((n for n, bound in enumerate(BOUNDS) if num_nodes <= bound), len(BOUNDS))

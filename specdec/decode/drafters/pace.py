@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -99,7 +100,7 @@ class Pace:
         # Of a plain step, and of one that verifies each size; before the first plan there was none.
         self._step_seconds = [0.0] * len(nodes)
         self._table_seconds = self._step_seconds  # without the drift
-        self.drift = Drift()
+        self._drifts = defaultdict[int, Drift](Drift)  # of steps of about as many requests
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._level_price: float | None = None  # of that plan, once it is asked for
@@ -164,10 +165,14 @@ class Pace:
         self._decide(num_unread, seconds_ahead)
         return self.drafts_on
 
+    @property
+    def drift(self) -> Drift:
+        """Return the drift of steps of about as many requests as the newest step has."""
+        return self._drifts[self._num_rows.bit_length()]
+
     def _correct(self, table_seconds: Sequence[float]) -> list[float]:
         """Return the seconds of steps of all sizes, with their drift."""
-        token_counts = [self._num_rows * nodes for nodes in self._nodes]
-        return self.drift.correct(token_counts, table_seconds)
+        return self.drift.correct(self._nodes, table_seconds)
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -427,8 +432,7 @@ class Pace:
         """Take the seconds of the newest step without its drafts. size: of its largest tree."""
         table_seconds = self._table_seconds[self._find_place(size)]
         if table_seconds:  # else nothing was planned yet
-            num_tokens = self._num_rows * size
-            self.drift.record(num_tokens, table_seconds, seconds, is_plain=size == 1)
+            self.drift.record(size, table_seconds, seconds)
 
     def learn(self) -> None:
         """Learn from the newest steps."""
