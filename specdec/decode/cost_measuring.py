@@ -353,8 +353,16 @@ class Measuring:
             return CostTable.context
         cache = self._decoder.make_cache(1, far_position + sizes[-1])
         cache.blocks.fill_(CACHE_FILLING)
-        kinds = [(size, past) for size in sizes for past in (1, far_position)]
-        times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+        times = self._time_chains(cache, sizes, (1, far_position))
+        least = {kind: min(seconds[1:] or seconds) for kind, seconds in times.items()}
+        rises = {size: least[size, far_position] - least[size, 1] for size in sizes}
+        return smooth({size: max(0.0, rise) / (far_position - 1) for size, rise in rises.items()})
+
+    def _time_chains(
+        self, cache: KVCache, sizes: Sequence[int], pasts: Sequence[int]
+    ) -> dict[tuple[int, int], list[float]]:
+        """Return the seconds of steps by turns, by their nodes and the positions before."""
+        times = {(size, past): list[float]() for size in sizes for past in pasts}
         end_time = self._clock() + CONTEXT_SECONDS
         for _ in range(1 + CONTEXT_TURNS):
             for kind, seconds in times.items():
@@ -363,9 +371,7 @@ class Measuring:
                 seconds.append(self._clock() - start_time)
             if self._clock() > end_time:
                 break
-        least = {kind: min(seconds[1:] or seconds) for kind, seconds in times.items()}
-        rises = {size: least[size, far_position] - least[size, 1] for size in sizes}
-        return smooth({size: max(0.0, rise) / (far_position - 1) for size, rise in rises.items()})
+        return times
 
     def _run_chain(self, cache: KVCache, size: int, past: int) -> None:
         """Run a step of one request, whose chain of so many nodes comes after `past` positions."""
