@@ -36,7 +36,7 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
             "verify an engine of the unquantized checkpoint; compare this one with its own"
             " specdec-run --no-speculation",
         )
-    if _rounds(config):
+    if _rounds_numbers(config):
         raise SpecDecError(
             f"{model_dir} is quantized (compressed-tensors): transformers rounds the inputs of its"
             " linears, or runs four-bit floats in bfloat16 alone, and no engine of its widened"
@@ -57,7 +57,7 @@ def check_pair(engine: EngineConfig, engine_dir: Path, config: Any, model_dir: s
         )
 
 
-def _rounds(config: Any) -> bool:
+def _rounds_numbers(config: Any) -> bool:
     """Return whether transformers computes with rounded inputs, or in bfloat16 alone."""
     section = getattr(config, "quantization_config", None)
     groups = section.get("config_groups") if isinstance(section, dict) else None

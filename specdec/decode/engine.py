@@ -76,10 +76,10 @@ class TorchEngine:
         """Load an engine folder, start its other ranks, and make its drafter.
 
         speculate: False decodes one token per step. recorder: of graphs on devices without one.
-        drafting: None lets the checkpoint's own drafter draft, if it has one. measuring: when it is
-        measured what drafts cost: "first"; "late", where only suffixes draft, and without being
-        asked for: before the first texts of more than `SHORT_TEXT` tokens; "never", for a dry run.
-        Nothing drafts until then.
+        drafting: None lets the checkpoint's own drafter draft, if it has one. measuring: when the
+        costs of drafts are measured: "first"; "late", which puts them off where only suffixes
+        draft, and without being asked for, until the first texts of more than `SHORT_TEXT` tokens;
+        "never", for a dry run. Nothing drafts until then.
         """
         start_seconds = time.perf_counter()
         self.folder = folder

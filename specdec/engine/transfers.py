@@ -1,7 +1,7 @@
 """Memory of host and device, and transfers: to the device without waiting, back in one place.
 
 A copy from pageable memory, `.item()`, `.tolist()` and `.cpu()` all make the host wait until a CUDA
-device has done everything before them. Code of a step uses these two functions instead.
+device has done everything before them. Code of a step uses `to_device` and `to_host` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     Raise MemoryError where the system grants no such range.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < LEAST_MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
+    if device.type != "cpu" or num_bytes < LEAST_MAPPED:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

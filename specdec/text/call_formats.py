@@ -111,6 +111,14 @@ class ToolFormat:
         return [mark for mark in (*marks, self.quote) if mark]
 
 
+def make_python_format(begin: str, end: str) -> ToolFormat:
+    """Return the format of Python's calls between two markers."""
+    return ToolFormat(
+        begin=begin, end=end, is_python=True, prefix=f"{begin}[", separator="}, ",
+        suffix=f"}}]{end}",
+    )  # fmt: skip
+
+
 def make_id(form: ToolFormat | None) -> str:
     """Make a new id of a call; Mistral's templates take nine letters and digits only."""
     is_short = form is not None and form.begin == "[TOOL_CALLS]"
@@ -145,10 +153,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         name_pattern=r"\s{0,8}(?=\{)", quote=GEMMA_MARK, prefix="<|tool_call>call:",
         separator="<tool_call|><|tool_call>call:", suffix="<tool_call|>",
     ),
-    "lfm2": ToolFormat(
-        begin="<|tool_call_start|>", end="<|tool_call_end|>", is_python=True,
-        prefix="<|tool_call_start|>[", separator="}, ", suffix="}]<|tool_call_end|>",
-    ),
+    "lfm2": make_python_format("<|tool_call_start|>", "<|tool_call_end|>"),
     "json": ToolFormat(is_bare=True, prefix="[", separator="}, ", suffix="}]"),
 }  # fmt: skip
 

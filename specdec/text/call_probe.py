@@ -28,6 +28,7 @@ from specdec.text.call_formats import (
     TemplateUse,
     ToolFormat,
     find_marks,
+    make_python_format,
 )
 from specdec.text.call_search import CALLS, MAX_PATTERN, CallText, find_keys, split_calls
 from specdec.text.json_scan import GEMMA_MARK, find_value
@@ -306,20 +307,12 @@ def describe_calls(parts: CallText) -> ToolFormat | None:
     if parts.first.startswith(f"{call.name}("):
         ending = parts.after.lstrip().removeprefix("]").strip()
         opening = parts.before.strip().removesuffix("[").strip()
-        return _describe_python(opening, _take_marker(ending)) if opening else None
+        return make_python_format(opening, _take_marker(ending)) if opening else None
     end = parts.first.find("{")
     with contextlib.suppress(ValueError):
         if end >= 0 and find_value(parts.first, end)[0] == call.arguments:
             return _describe_named(parts, parts.first[len(call.name) : end])
     return _describe_tagged(parts)
-
-
-def _describe_python(begin: str, end: str) -> ToolFormat:
-    """Return the format of Python's calls between two markers."""
-    return ToolFormat(
-        begin=begin, end=end, is_python=True, prefix=f"{begin}[", separator="}, ",
-        suffix=f"}}]{end}",
-    )  # fmt: skip
 
 
 class Markers(NamedTuple):

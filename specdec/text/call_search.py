@@ -103,22 +103,22 @@ def _find_named(text: str, call: ProbeCall, start: int) -> Location | None:
     opening = text.find("{", name_end)
     if opening < 0 or opening - name_end > MAX_PATTERN:
         return None
-    with contextlib.suppress(ValueError):
-        document, end = find_value(text, opening)
-        if document == call.arguments:
-            return Location(name_start, end, name_end)
-    return None
+    return _locate(text, call, name_start, opening)
 
 
 def _find_python(text: str, call: ProbeCall, start: int) -> Location | None:
     """Find a call as Python writes it."""
     if (name_start := text.find(f"{call.name}(", start)) < 0:
         return None
-    name_end = name_start + len(call.name)
+    return _locate(text, call, name_start, name_start + len(call.name))
+
+
+def _locate(text: str, call: ProbeCall, name_start: int, opening: int) -> Location | None:
+    """Return the place of a call by its name, if its arguments stand at an opening bracket."""
     with contextlib.suppress(ValueError):
-        arguments, end = find_value(text, name_end)
+        arguments, end = find_value(text, opening)
         if arguments == call.arguments:
-            return Location(name_start, end, name_end)
+            return Location(name_start, end, name_start + len(call.name))
     return None
 
 

@@ -157,7 +157,7 @@ class Pace:
         self.learn()
         seconds = self._estimate_steps(num_rows, num_prompt_tokens)
         self._table_seconds = (seconds + num_positions * self._context_seconds).tolist()
-        self._step_seconds = self._correct(self._table_seconds)
+        self._step_seconds = self.drift.correct(self._nodes, self._table_seconds)
         seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
         left_out = self.forecast.left_out
@@ -169,10 +169,6 @@ class Pace:
     def drift(self) -> Drift:
         """Return the drift of steps of about as many requests as the newest step has."""
         return self._drifts[self._num_rows.bit_length()]
-
-    def _correct(self, table_seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of steps of all sizes, with their drift."""
-        return self.drift.correct(self._nodes, table_seconds)
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -232,13 +228,12 @@ class Pace:
 
         In a chain, each drafter but the first counts by its share of the requests.
         """
-        total, is_first = 0.0, True
-        for number, drafter in enumerate(self.drafters):
-            if number not in left_out:
-                levels = min(num_levels or drafter.num_levels, drafter.max_depth)
-                rows = self._num_rows * (1.0 if is_first else drafter.share)
-                is_first = False
-                total += min(1.0, rows) * self._estimate_draft(max(1.0, rows), levels, number)
+        total, numbers = 0.0, [n for n in range(len(self.drafters)) if n not in left_out]
+        for number in numbers:
+            drafter = self.drafters[number]
+            levels = min(num_levels or drafter.num_levels, drafter.max_depth)
+            rows = self._num_rows * (1.0 if number == numbers[0] else drafter.share)
+            total += min(1.0, rows) * self._estimate_draft(max(1.0, rows), levels, number)
         return total
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:
