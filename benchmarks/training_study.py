@@ -48,19 +48,20 @@ from specdec.run.settings import RunSettings
 BASELINE = "kl"
 EAGLE3 = (
     "--method", "eagle", "--eagle-version", "3", "--eagle-draft-vocab-size", "4096",
-    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3", "--eagle-start", "random",
+    "--eagle-intermediate-size", "768", "--eagle-num-steps", "3",
 )  # fmt: skip
 DSPARK = (
     "--method", "dflash", "--dflash-block-size", "5", "--dflash-markov-rank", "64",
-    "--dflash-intermediate-size", "768", "--loss", "ce_l1",
+    "--dflash-intermediate-size", "768", "--loss", "ce_l1", "--learning-rate", "2e-3",
 )  # fmt: skip
+TENFOLD = "tenfold"  # stands for ten times --learning-rate
 # Groups of recipes of which each changes one thing; the best of a group joins `together`.
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "loss": {name: ("--loss", name) for name in ("ce", "tv", "lk", "lk_hybrid", "ce_l1")},
     "depths": {name: ("--depth-weighting", name) for name in ("uniform", "reach", "dpace")},
     "optimizer": {
         "muon": ("--optimizer", "muon"),
-        "muon_x10": ("--optimizer", "muon", "--muon-learning-rate", "2e-2"),
+        "muon_x10": ("--optimizer", "muon", "--muon-learning-rate", TENFOLD),
     },
     # With a learning rate of 1e-3 or more, such as the baseline's, the loss soon was far higher.
     "first weights": {
@@ -88,7 +89,7 @@ def list_flags(args: argparse.Namespace, name: str, results: Mapping[str, Any]) 
     """Return a recipe's flags of specdec-train, without the number of its steps."""
     if name == DSPARK_NAME:
         return DSPARK
-    flags = list(EAGLE3)
+    flags = [*EAGLE3, "--eagle-start", args.eagle_start]
     if args.start_from is not None:
         flags += ["--start-from", str(args.start_from)]
     if name == FP8:
@@ -96,7 +97,9 @@ def list_flags(args: argparse.Namespace, name: str, results: Mapping[str, Any]) 
         return (*flags, *states, "--hidden-states-dtype", "fp8")
     if args.tokens is not None:
         flags += ["--hidden-states-dir", str(args.output_dir / "states")]
-    return (*flags, *(join_best(results) if name == TOGETHER else ALONE.get(name, ())))
+    flags += join_best(results) if name == TOGETHER else ALONE.get(name, ())
+    rate = f"{10 * float(args.learning_rate):g}"
+    return tuple(rate if flag == TENFOLD else flag for flag in flags)
 
 
 def call(words: Sequence[str], log: Path) -> str:
@@ -226,6 +229,7 @@ def make_parser(*, is_list: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, help="of each training, instead of its minutes")
     parser.add_argument("--start-from", type=Path, metavar="DRAFTER")
     parser.add_argument("--learning-rate", default="2e-3")
+    parser.add_argument("--eagle-start", default="random", choices=("random", "least-squares"))
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--curve", nargs="*", type=int, default=[], metavar="TOKENS")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -250,8 +254,8 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
 def check_settings(args: argparse.Namespace) -> None:
     """Raise SystemExit where the output folder is of a study with other settings."""
     shared = (
-        "model_dir", "minutes", "tokens", "start_from", "learning_rate", "batch_size",
-        "model_max_length", "dtype", "prompts_per_category", "max_output_len",
+        "model_dir", "minutes", "tokens", "start_from", "learning_rate", "eagle_start",
+        "batch_size", "model_max_length", "dtype", "prompts_per_category", "max_output_len",
     )  # fmt: skip
     settings = {name: str(getattr(args, name)) for name in shared}
     settings["sha256 of the data"] = hash_file(args.data)
