@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Speed of `--draft-budget auto`, as a share of the better of a fixed budget and plain decoding.
 
-    python benchmarks/pace_share.py [--folder out/peers] [--prepare] [--processes 3]
-                                    [--batch-sizes 1,4,16] [--max-output-len 64] [--repeat 2]
-                                    [--only NAME...]
+    python benchmarks/pace_share.py [--size pycode] [--folder out/peers] [--prepare]
+                                    [--processes 3] [--batch-sizes 1,4,16]
+                                    [--max-output-len 64] [--repeat 2] [--only NAME...]
 
 Every measurement has a process of its own, as a user's command has, and `auto`, fixed and plain
-decoding take turns, so that each turn gives one share. The models are those of examples/pycode.
---prepare builds the engines into --folder, chooses the prompts and ends; without it, what is there
-is used. Costs are measured when an engine is loaded first, and kept beside it, as ever. Writes
-pace-share.json into --output-dir; fails where a text differs from plain decoding's.
+decoding take turns, so that each turn gives one share. The models are those of examples/pycode, as
+they are or grown to a larger size. --prepare builds the engines into --folder, chooses the prompts
+and ends; without it, what is there is used. Costs are measured when an engine is loaded first, and
+kept beside it, as ever. Writes pace-share.json into --output-dir; fails where a text differs from
+plain decoding's.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ PROMPTS = "pace-prompts"  # folder beside the engines
 
 def find_engine_folder(args: argparse.Namespace) -> Path:
     """Return the folder of the prepared engines."""
-    return models.find_folder(SIZES["pycode"], args.folder.resolve() / "models") / "engines"
+    return models.find_folder(SIZES[args.size], args.folder.resolve() / "models") / "engines"
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Build the engines and choose prompts whose texts do not run in circles."""
-    found = models.prepare_models(SIZES["pycode"], args.folder)
-    args.prepare, args.size = True, "pycode"
+    found = models.prepare_models(SIZES[args.size], args.folder)
+    args.prepare = True
     engines = batches.find_engines(found, args, batches.list_drafters([]))
     folder = find_engine_folder(args).parent / PROMPTS
     shape = argparse.Namespace(
@@ -116,9 +117,9 @@ def call(args: argparse.Namespace, method: str, way: str) -> dict[str, Any]:
     """Measure one way in a process of its own."""
     sizes = ",".join(map(str, args.batch_sizes))
     command = [
-        sys.executable, __file__, "--folder", str(args.folder), "--batch-sizes", sizes,
-        "--max-output-len", str(args.max_output_len), "--repeat", str(args.repeat),
-        "--measure", method, way,
+        sys.executable, __file__, "--size", args.size, "--folder", str(args.folder),
+        "--batch-sizes", sizes, "--max-output-len", str(args.max_output_len),
+        "--repeat", str(args.repeat), "--measure", method, way,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -173,6 +174,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--size", choices=SIZES, default="pycode")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "peers")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "pace-share")
     parser.add_argument("--prepare", action="store_true", help="build the engines, and end")
@@ -212,7 +214,12 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(
         args.output_dir / "pace-share.json",
-        {**conditions.describe(), "processes": args.processes, "methods": report},
+        {
+            **conditions.describe(),
+            "size": args.size,
+            "processes": args.processes,
+            "methods": report,
+        },
     )
     print(format_table(report))
     if different:

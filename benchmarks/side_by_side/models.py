@@ -158,7 +158,8 @@ def build_engine(
     for old in (folder, checkpoint):
         shutil.rmtree(old, ignore_errors=True)
     words = ["--model-dir", str(model), "--output-dir", str(checkpoint), "--dtype", dtype]
-    call_stage("convert", [*words, *convert])
+    # The heads that a grown model does not use are zeros.
+    call_stage("convert", [*words, "--allow-zeros", *convert])
     words = ["--checkpoint-dir", str(checkpoint), "--output-dir", str(folder)]
     call_stage("build", [*words, "--backend", "torch", *build])
     shutil.rmtree(checkpoint)
