@@ -29,6 +29,7 @@ from specdec.decode.drafters.calibration import (
 )
 from specdec.decode.drafters.drift import (
     FIRST_PLAIN_STEP,
+    KEPT_STEPS,
     MAX_RATIO,
     MAX_WEIGHT,
     PLAIN_STEPS,
@@ -531,10 +532,13 @@ def test_a_drafter_that_does_not_pay_rests() -> None:
 def test_steps_drift_by_classes_and_none_is_dearer_than_a_larger_one() -> None:
     drift = Drift()
     counts, table = [1, 2, 7, 13, 17], [1.0, 1.0, 1.2, 2.0, 4.0]
+    timed: dict[int, tuple[float, float]] = {}
 
     def record(num_tokens: int, table_seconds: float, seconds: float) -> list[float]:
-        for _ in range(200):
-            drift.record(num_tokens, table_seconds, seconds)
+        timed[num_tokens] = table_seconds, seconds
+        for _ in range(200):  # by turns, so that none is forgotten
+            for number, pair in timed.items():
+                drift.record(number, *pair)
         return drift.correct(counts, table)
 
     assert drift.correct(counts, table) == table
@@ -554,6 +558,20 @@ def test_one_delayed_step_hardly_counts() -> None:
     drift = Drift()
     drift.record(1, 1.0, 0.0)  # the first of a class counts as much as the table
     assert drift.correct([1], [1.0]) == pytest.approx([(1 + 1 / MAX_RATIO) / 2])
+
+
+def test_a_class_without_steps_for_long_is_tried_as_if_it_had_none() -> None:
+    """Steps of 9 nodes became dear in a slow minute, and are not tried when memory is fast again."""
+    drift = Drift()
+    for num_nodes in (1, 9, 8):
+        drift.record(num_nodes, 1.0, 2.0)
+    for _ in range(KEPT_STEPS - 1):
+        drift.record(8, 1.0, 1.0)
+    seconds = drift.correct([1, 8, 9], [1.0, 1.0, 1.0])
+    assert seconds == pytest.approx([1.0, 1.0, 1.75], abs=0.01)
+    drift.record(8, 1.0, 1.0)
+    assert drift.correct([1, 8, 9], [1.0, 1.0, 1.0]) == pytest.approx([1.0] * 3, abs=0.01)
+    assert drift.correct([1], [1.0]) == pytest.approx([1.5])  # plain steps have a turn
 
 
 def test_a_plain_step_is_due_where_all_steps_are_drafted() -> None:

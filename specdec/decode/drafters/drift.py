@@ -14,6 +14,7 @@ BOUNDS = (1, 4, 6, 8, 12, 16)  # most nodes of a step's class; the last class ha
 MAX_WEIGHT = 10  # steps of a class among which the newest counts as one, at most
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
 PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
+KEPT_STEPS = 64  # timed steps after which a class of which none was is as one that was never timed
 MAX_RATIO = 2.0  # that one step may show, either way
 
 
@@ -21,14 +22,17 @@ class Drift:
     """Seconds that steps take now over those of the table, by classes of a row's nodes.
 
     All steps have about as many requests: by others other limits set the time. A class of which no
-    step was timed drifts as the nearest one below does, else the one above: so what may pay is
-    tried. No step is dearer than a larger one. needs_plain: whether so many drafted steps were
-    timed since the last plain one that the next step should be plain.
+    step was timed lately drifts as the nearest one below does, else the one above: so what may pay
+    is tried, and tried again when memory may have become faster. No step is dearer than a larger
+    one. needs_plain: whether so many drafted steps were timed since the last plain one that the
+    next step should be plain.
     """
 
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}  # of the classes of which a step was timed
         self._counts: dict[int, int] = {}  # timed steps of a class
+        self._newest: dict[int, int] = {}  # number of the newest timed step of a class
+        self._num_timed = 0
         self._steps_to_plain = FIRST_PLAIN_STEP
 
     @property
@@ -38,11 +42,22 @@ class Drift:
     def record(self, num_nodes: int, table_seconds: float, seconds: float) -> None:
         """Take the seconds of a step of so many nodes a row, and what the table says of it."""
         number = _find_class(num_nodes)
+        self._forget()
         known_ratio, count = self._find_ratio(number), self._counts.get(number, 0) + 1
         ratio = min(max(seconds / table_seconds, 1 / MAX_RATIO), MAX_RATIO)
         self._ratios[number] = known_ratio + (ratio - known_ratio) / min(count + 1, MAX_WEIGHT)
-        self._counts[number] = count
+        self._counts[number], self._newest[number] = count, self._num_timed
         self._steps_to_plain = PLAIN_STEPS if num_nodes == 1 else self._steps_to_plain - 1
+
+    def _forget(self) -> None:
+        """Begin a timed step; forget the classes of which none was timed for long, but plain ones.
+
+        Plain steps have a turn of their own.
+        """
+        self._num_timed += 1
+        oldest = self._num_timed - KEPT_STEPS
+        for number in [n for n, newest in self._newest.items() if n and newest < oldest]:
+            del self._ratios[number], self._counts[number], self._newest[number]
 
     def correct(self, node_counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
         """Return the seconds that steps of rising numbers of nodes take, by the table's."""
