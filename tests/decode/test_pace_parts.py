@@ -19,6 +19,7 @@ from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.calibration import (
+    MAX_PRICE_RATIO,
     AcceptanceCounts,
     Calibration,
     DrafterValue,
@@ -30,7 +31,9 @@ from specdec.decode.drafters.calibration import (
 from specdec.decode.drafters.drift import (
     FIRST_PLAIN_STEP,
     KEPT_STEPS,
+    MAX_CHANGE,
     MAX_RATIO,
+    MAX_SHARE,
     MAX_WEIGHT,
     PLAIN_STEPS,
     Drift,
@@ -324,6 +327,30 @@ def test_a_forecast_is_of_the_size_with_the_most_tokens_a_second() -> None:
     assert dear.gain == pytest.approx(2.533 / 10.3)
 
 
+def test_drafts_are_expected_to_keep_what_they_kept_of_their_promises() -> None:
+    drafter_set = DrafterSet(Promise(2, is_chain=False))
+    first = drafter_set.gains
+    for _ in range(1000):
+        drafter_set.judge(2.0, 1.5)
+    assert drafter_set.gains == pytest.approx([0.75 * gain for gain in first], rel=0.01)
+    for _ in range(1000):  # not tried for long
+        drafter_set.forget()
+    assert drafter_set.gains == pytest.approx(first, rel=0.01)
+
+
+def test_a_step_judges_the_promises_of_what_it_verified() -> None:
+    pace = Pace(3, CHEAP)
+    assert pace.plan([64, 64])
+    size = pace.choose([[0.9, 0.8, 0.5], [0.9]])
+    assert size == 3
+    pace.record(1 + size, [3, 1], [])
+    before = pace.chain.promised_tokens, pace.chain.accepted_tokens
+    assert before == pytest.approx((0.99 * 20 + 3.1, 0.99 * 20 + 2.0))
+    pace.plan([64, 64])
+    pace.record(1, [1, 1], [])  # where drafters propose nothing, nothing is judged
+    assert (pace.chain.promised_tokens, pace.chain.accepted_tokens) == before
+
+
 # ---- Merging.
 
 
@@ -554,14 +581,14 @@ def test_one_delayed_step_hardly_counts() -> None:
     for _ in range(MAX_WEIGHT):
         drift.record(1, 1.0, 1.0)
     drift.record(1, 1.0, 100.0)
-    assert drift.correct([1], [1.0]) == pytest.approx([1 + (MAX_RATIO - 1) / MAX_WEIGHT])
+    assert drift.correct([1], [1.0]) == pytest.approx([1 + (MAX_CHANGE - 1) / MAX_WEIGHT])
     drift = Drift()
     drift.record(1, 1.0, 0.0)  # the first of a class counts as much as the table
     assert drift.correct([1], [1.0]) == pytest.approx([(1 + 1 / MAX_RATIO) / 2])
 
 
 def test_a_class_without_steps_for_long_is_tried_as_if_it_had_none() -> None:
-    """Steps of 9 nodes became dear in a slow minute, and are not tried when memory is fast again."""
+    """Steps of 9 nodes became dear in a slow minute, and were not tried when memory was fast."""
     drift = Drift()
     for num_nodes in (1, 9, 8):
         drift.record(num_nodes, 1.0, 2.0)
@@ -572,6 +599,16 @@ def test_a_class_without_steps_for_long_is_tried_as_if_it_had_none() -> None:
     drift.record(8, 1.0, 1.0)
     assert drift.correct([1, 8, 9], [1.0, 1.0, 1.0]) == pytest.approx([1.0] * 3, abs=0.01)
     assert drift.correct([1], [1.0]) == pytest.approx([1.5])  # plain steps have a turn
+
+
+def test_a_plain_step_after_many_drafted_ones_counts_as_much_as_what_was_known() -> None:
+    drift = Drift()
+    for num_nodes in (*[1] * MAX_WEIGHT, *[3] * PLAIN_STEPS):
+        drift.record(num_nodes, 1.0, 1.0)
+    drift.record(1, 1.0, 0.9)
+    assert drift.correct([1], [1.0]) == pytest.approx([1 - 0.1 * MAX_SHARE])
+    drift.record(1, 1.0, 0.9)  # right after it
+    assert drift.correct([1], [1.0]) == pytest.approx([0.95 - 0.05 / MAX_WEIGHT])
 
 
 def test_a_plain_step_is_due_where_all_steps_are_drafted() -> None:
@@ -649,6 +686,35 @@ def test_a_plain_step_that_is_due_waits_until_it_can_be_timed() -> None:
     assert steps.run(drafter, num_accepted=0) == 1
     assert not drafter.pace.drift.needs_plain
     assert steps.run(drafter, num_accepted=2) == 3
+
+
+def test_drafts_that_take_longer_than_the_table_says_are_dearer() -> None:
+    """And those for which a prompt is read are not held against it, nor drawn ones."""
+
+    def find_ratio(draft: Candidates, num_prefilled: int = 0) -> float:
+        steps = Steps(lambda size: 1.0)
+        member = Scripted({7: draft})
+        propose = member.propose
+
+        def take_time(requests: Sequence[ActiveRequest]) -> list[Candidates]:
+            steps.now += 0.12  # twice what the table says of a draft of one level
+            member.num_prefilled, member.num_levels = num_prefilled, 1
+            return propose(requests)
+
+        member.propose = take_time  # type: ignore[method-assign]
+        drafter = PacedDrafter([[member]], CHEAP, clock=steps)
+        for _ in range(200):
+            steps.run(drafter, num_accepted=1)
+        return drafter.pace.drafters[0].price_ratio
+
+    sure = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.9, 0.9])
+    assert find_ratio(sure) == pytest.approx(2.0, rel=0.01)
+    assert find_ratio(sure, num_prefilled=100) == 1.0
+    assert find_ratio(Candidates(sure.tree, [torch.ones(9) / 9] * 2, sure.confidence)) == 1.0
+    value = DrafterValue(4)
+    for _ in range(1000):
+        value.price(1000.0)
+    assert value.price_ratio == MAX_PRICE_RATIO
 
 
 def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:

@@ -26,6 +26,9 @@ TRUSTED_DRAFTS = 4.0  # drafts after which half of the tokens that they bring is
 FIRST_TRIALS = 4.0  # trials that a drafter's own word weighs as much as
 SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
 LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
+PRICE_STEPS = 20  # drafts over which the seconds of one are a mean
+MAX_PRICE_CHANGE = 2.0  # of these seconds, that one draft may show, either way
+MAX_PRICE_RATIO = 4.0  # of these seconds to the table's, either way
 MAX_CHANCE = 0.999  # the most that is believed of a token
 MAX_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
 NUM_CELLS = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
@@ -224,10 +227,12 @@ class DrafterValue:
 
     What was not tried for long is believed to be as at first, so that it is tried again.
     num_levels: of its drafts, a mean. share: of a step's requests, those that it is asked for.
+    price_ratio: seconds that its drafts take over those of the table.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth, self.num_levels, self.share = max_depth, float(min(2, max_depth)), 1.0
+        self.price_ratio = 1.0
         self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
         self._sum = self._weight = 0.0
 
@@ -242,6 +247,12 @@ class DrafterValue:
         self.share += (share - self.share) / SHARE_STEPS
         if num_levels is not None:
             self.num_levels += (num_levels - self.num_levels) / LEVEL_STEPS
+
+    def price(self, ratio: float) -> None:
+        """Take the seconds of a draft over what was expected."""
+        ratio = min(max(ratio, 1 / MAX_PRICE_CHANGE), MAX_PRICE_CHANGE)
+        ratio = self.price_ratio * (1 + (ratio - 1) / PRICE_STEPS)
+        self.price_ratio = min(max(ratio, 1 / MAX_PRICE_RATIO), MAX_PRICE_RATIO)
 
     @property
     def gain(self) -> float:

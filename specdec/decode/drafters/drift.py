@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 BOUNDS = (1, 4, 6, 8, 12, 16)  # most nodes of a step's class; the last class has those above
 MAX_WEIGHT = 10  # steps of a class among which the newest counts as one, at most
+MAX_SHARE = 0.5  # of what is known, that comes from the first step of a class after many others
 FIRST_PLAIN_STEP = 8  # drafted steps after which a plain one is timed at first, if there was none
 PLAIN_STEPS = 128  # drafted steps after which a plain one is timed again, if there was none
 KEPT_STEPS = 64  # timed steps after which a class of which none was is as one that was never timed
 MAX_RATIO = 2.0  # that one step may show, either way
+MAX_CHANGE = 1.25  # of what is known of a class, that one more step may show, either way
 
 
 class Drift:
@@ -41,12 +43,17 @@ class Drift:
 
     def record(self, num_nodes: int, table_seconds: float, seconds: float) -> None:
         """Take the seconds of a step of so many nodes a row, and what the table says of it."""
-        number = _find_class(num_nodes)
         self._forget()
-        known_ratio, count = self._find_ratio(number), self._counts.get(number, 0) + 1
+        number = _find_class(num_nodes)
+        known_ratio, count = self._find_ratio(number), self._counts.get(number, 0)
         ratio = min(max(seconds / table_seconds, 1 / MAX_RATIO), MAX_RATIO)
-        self._ratios[number] = known_ratio + (ratio - known_ratio) / min(count + 1, MAX_WEIGHT)
-        self._counts[number], self._newest[number] = count, self._num_timed
+        if count:  # one step may have been delayed
+            ratio = min(max(ratio, known_ratio / MAX_CHANGE), known_ratio * MAX_CHANGE)
+        num_since = self._num_timed - self._newest.get(number, self._num_timed)
+        old_share = (1 - 1 / MAX_WEIGHT) ** num_since
+        share = max(1 / min(count + 2, MAX_WEIGHT), min(MAX_SHARE, 1 - old_share))
+        self._ratios[number] = known_ratio + share * (ratio - known_ratio)
+        self._counts[number], self._newest[number] = count + 1, self._num_timed
         self._steps_to_plain = PLAIN_STEPS if num_nodes == 1 else self._steps_to_plain - 1
 
     def _forget(self) -> None:

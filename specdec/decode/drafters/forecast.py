@@ -12,23 +12,51 @@ from specdec.decode.drafters.calibration import Promise
 from specdec.files.acceptance import Acceptance
 
 KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone
+FIRST_TOKENS = 20.0  # promised tokens of which as many are believed to have been accepted at first
+KEPT_TOKENS = 0.99  # weight of the tokens before the newest step's
 
 
 @dataclasses.dataclass
 class DrafterSet:
     """Drafters of a chain that may draft for a step, and what their drafts promise.
 
-    left_out: the other drafters. num_drafts: that the promise was learned from.
+    left_out: the other drafters. num_drafts: that the promise was learned from. promised_tokens,
+    accepted_tokens: of what was verified of their drafts, newer steps counting more.
     """
 
     promise: Promise
     left_out: frozenset[int] = frozenset()
     num_drafts: int = 0
+    promised_tokens: float = FIRST_TOKENS
+    accepted_tokens: float = FIRST_TOKENS
 
     @property
     def is_known(self) -> bool:
         """Return whether enough is known to let these drafters draft without the others."""
         return self.num_drafts >= KNOWN_DRAFTS
+
+    @property
+    def gains(self) -> list[float]:
+        """Return the expected gains by size: as promised, less what promises did not keep.
+
+        Drafters, and their nodes, are chosen where they promise the most, and so where chance makes
+        them promise too much.
+        """
+        gains: list[float] = (
+            self.promise.gains * (self.accepted_tokens / self.promised_tokens)
+        ).tolist()
+        return gains
+
+    def judge(self, promised_tokens: float, accepted_tokens: float) -> None:
+        """Take what the drafts of a step had promised of what was verified, and what came of it."""
+        self.promised_tokens = KEPT_TOKENS * self.promised_tokens + promised_tokens
+        self.accepted_tokens = KEPT_TOKENS * self.accepted_tokens + accepted_tokens
+
+    def forget(self) -> None:
+        """Believe a little more what was believed at first, as these drafters do not draft."""
+        self.promise.forget()
+        first_tokens = (1 - KEPT_TOKENS) * FIRST_TOKENS
+        self.judge(first_tokens, first_tokens)
 
 
 def make_sets(
@@ -82,7 +110,7 @@ def forecast_steps(
     plain_seconds: of a step without drafts. expected_seconds, draft_seconds: by size, from one on,
     or of the largest size alone where drafts are verified whole.
     """
-    gains = drafter_set.promise.gains.tolist()
+    gains = drafter_set.gains
     num_smaller = len(gains) - len(expected_seconds)
     gains = gains[num_smaller:]
     rates = [

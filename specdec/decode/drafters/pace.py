@@ -104,6 +104,7 @@ class Pace:
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._level_price: float | None = None  # of that plan, once it is asked for
+        self._promised_tokens = 0.0  # by what the step verifies of drafts
         self._loss_allowance = math.inf  # seconds that the step may lose
         # Drafts to be learned from: their set, requests, promised tokens, nodes of the largest.
         self._promises: list[tuple[DrafterSet, int, list[float], int]] = []
@@ -124,6 +125,7 @@ class Pace:
     def skip(self, num_rows: int) -> None:
         """Begin a step of so many requests; nothing is drafted for it unless that is recorded."""
         self._num_rows, self._planless_steps = num_rows, self._planless_steps - 1
+        self._promised_tokens = 0.0
         self.account.add(self._step_seconds[0], 0.0, is_trial=self.is_trial)
 
     def rest_step(self, num_rows: int) -> bool:
@@ -189,9 +191,9 @@ class Pace:
             forecasts = [self._forecast(chain), *others]
         best = max(forecasts, key=lambda forecast: forecast.gain)
         if best.drafter_set in (self.first, self.others):
-            self.chain.promise.forget()
+            self.chain.forget()
         if best.drafter_set is self.others:
-            self.first.promise.forget()
+            self.first.forget()
         return best
 
     def _repays_reading(
@@ -233,8 +235,13 @@ class Pace:
             drafter = self.drafters[number]
             levels = min(num_levels or drafter.num_levels, drafter.max_depth)
             rows = self._num_rows * (1.0 if number == numbers[0] else drafter.share)
-            total += min(1.0, rows) * self._estimate_draft(max(1.0, rows), levels, number)
+            total += min(1.0, rows) * self._price_draft(number, max(1.0, rows), levels)
         return total
+
+    def _price_draft(self, drafter: int, num_rows: float, num_levels: float) -> float:
+        """Return the seconds of a drafter's draft, by the table and by the drafts that came."""
+        ratio = self.drafters[drafter].price_ratio
+        return float(ratio * self._estimate_draft(num_rows, num_levels, drafter))
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:
         """Decide whether to draft, and for how many steps that holds.
@@ -334,7 +341,7 @@ class Pace:
         # costs what one of these does on average: beyond it costs may rise far more steeply.
         size = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
         token_seconds = (self._step_seconds[size] - self._step_seconds[1]) / max(1, size - 1)
-        one_level, two_levels = (self._estimate_draft(self._num_rows, n, -1) for n in (1, 2))
+        one_level, two_levels = (self._price_draft(-1, self._num_rows, n) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
@@ -354,7 +361,7 @@ class Pace:
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""
         value = self.drafters[drafter]
-        seconds = self._estimate_draft(num_left, value.num_levels, drafter)
+        seconds = self._price_draft(drafter, num_left, value.num_levels)
         return value.gain - self.forecast.rate * seconds / num_left
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
@@ -386,6 +393,8 @@ class Pace:
             worth = gain - rate * step_seconds
             if worth > best_worth and step_seconds - plain_seconds <= self._loss_allowance:
                 best_size, best_worth = size, worth
+        size = max(best_size, int(self.is_trial))
+        self._promised_tokens = sum(promised_gains[:size][-1:])
         if self.is_brief:  # as if each further level were as good as the first
             num_rows = len(chances)
             first_rate = promised_gains[0] / num_rows
@@ -393,7 +402,7 @@ class Pace:
             promised_gains = [*map(max, promised_gains, itertools.accumulate(level_gains))]
         # The promise of a draft of this kind, whatever is verified of it.
         self._promises.append((self.forecast.drafter_set, len(chances), promised_gains, num_nodes))
-        return max(best_size, int(self.is_trial))
+        return size
 
     # ---- After it.
 
@@ -407,7 +416,7 @@ class Pace:
         for how many requests, and how many levels. num_read: prompt tokens that they read.
         """
         rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
-        seconds = sum(self._estimate_draft(n, levels, d) for d, n, levels in draft_calls)
+        seconds = sum(self._price_draft(d, n, levels) for d, n, levels in draft_calls)
         seconds += self._step_seconds[self._find_place(size)]
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
         self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)
@@ -416,6 +425,8 @@ class Pace:
         for number, value in enumerate(self.drafters):
             if number not in self.forecast.left_out:
                 value.ask(*uses_by_drafter.get(number, (0.0, None)))
+        if size > 1 and self._promised_tokens:
+            self.forecast.drafter_set.judge(self._promised_tokens, sum(emitted_counts) - rows)
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
 
@@ -428,6 +439,17 @@ class Pace:
         table_seconds = self._table_seconds[self._find_place(size)]
         if table_seconds:  # else nothing was planned yet
             self.drift.record(size, table_seconds, seconds)
+
+    def take_draft_seconds(
+        self, seconds: float, draft_calls: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Take the seconds of a step's drafts, for which no prompt was read; calls as in `record`.
+
+        The table has the drafts of a machine that does nothing else; between steps caches are cold.
+        """
+        expected_seconds = sum(self._price_draft(d, n, levels) for d, n, levels in draft_calls)
+        for drafter, _, _ in draft_calls if expected_seconds else ():
+            self.drafters[drafter].price(seconds / expected_seconds)
 
     def learn(self) -> None:
         """Learn from the newest steps."""

@@ -99,9 +99,7 @@ class PacedDrafter(JoinedDrafter):
     def _end_step(self) -> None:
         """Take the seconds of a step that is timed."""
         start_time, self._start_time = self._start_time, 0.0
-        if any(candidates.draft_probs is not None for candidates in self._drafts):
-            self._clock = None  # a seed decides what is drawn, and nothing else
-        elif self._clock is not None:
+        if self._clock is not None:
             size = max((candidates.tree.num_nodes for candidates in self._drafts), default=1)
             self.pace.take_seconds(size, self._clock() - start_time)
 
@@ -110,7 +108,13 @@ class PacedDrafter(JoinedDrafter):
 
         The groups are asked in order, each for the requests that those before it did not suit.
         """
+        clock = self._step_clock
+        start_time = clock() if clock is not None else 0.0
         drafts = self._propose(requests)
+        if any(candidates.draft_probs is not None for candidates in drafts):
+            self._clock = None  # a seed decides what is drawn, and nothing else
+        elif drafts and clock is not None and not self.num_prefilled:
+            self.pace.take_draft_seconds(clock() - start_time, self._draft_calls)
         self._begin_step()
         return drafts
 
