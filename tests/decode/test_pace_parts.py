@@ -107,9 +107,24 @@ def test_what_nobody_looked_at_is_not_counted() -> None:
     calibration.record([FORK, Candidates(make_root(7))], [[0, 2], [0]])
     calibration.learn()
     chances = calibration.estimate(FORK)
-    assert chances[1] == pytest.approx(4 / 5 * (4 / 5 * 0.5))
-    assert chances[2] == pytest.approx(1 / 5 + 4 / 5 * (1 / 5 + 4 / 5 * 0.3))
+    # Confidences of 0.5 and 0.3, in buckets whose middles are 0.55 and 0.35.
+    share = 4 * 0.55 / (0.5 + 4 * 0.55)
+    assert chances[1] == pytest.approx(share * share * 0.5)
+    expected = 0.3 + 4 * 0.35
+    ratio = (1 + 4 * 0.35) / expected
+    assert chances[2] == pytest.approx(0.3 * (1 + 4 * 0.35 * ratio) / expected)
     assert chances[3] == 0.9
+
+
+def test_of_unlikely_tokens_the_least_likely_are_right_the_least_often() -> None:
+    """Tokens of confidence 0.08 are right half as often; of ones of 0.004 nothing was seen."""
+    calibration = Calibration()
+    seen = make_draft([7, 1], [-1, 0], [1.0, 0.08])
+    for number in range(2000):
+        calibration.record([seen], [[0, 1] if number % 25 == 0 else [0]])
+    calibration.learn()
+    draft = make_draft([7, 1, 2], [-1, 0, 0], [1.0, 0.08, 0.004])
+    assert calibration.estimate(draft)[1:] == pytest.approx([0.04, 0.002], rel=0.35)
 
 
 def test_each_drafter_of_a_chain_has_its_own_record() -> None:

@@ -31,26 +31,30 @@ MAX_PRICE_CHANGE = 2.0  # of these seconds, that one draft may show, either way
 MAX_PRICE_RATIO = 4.0  # of these seconds to the table's, either way
 MAX_CHANCE = 0.999  # the most that is believed of a token
 MAX_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
+MIDDLES = tuple((bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS))  # confidences
+LEAST_EXPECTED = 0.1  # tokens that a drafter's record expects of the unlikeliest ones, at least
 NUM_CELLS = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
 
 
 class Calibration:
     """How often drafted tokens were right, by drafter, depth and the drafter's own confidence.
 
-    Where little is known of a depth, what is known of all depths counts, and where that is little,
-    the drafter's word. Newer steps count more.
+    A token's chance is the drafter's confidence in it, times how many more tokens of about that
+    confidence were accepted than it had expected: so of the many that it finds unlikely, those that
+    it finds the least likely are not taken for as good as the others. Where little is known of a
+    depth, what is known of all depths counts, and where that is little, the drafter's word. Newer
+    steps count more.
     """
 
     def __init__(self, record: Acceptance | None = None, source: int = 0) -> None:
         """Begin with the record of one drafter, whose place in a chain is `source`."""
-        # Weights of accepted tokens, and of all whose parents were accepted, by cell
-        # (`_find_cells`), where depth 0 stands for all depths. Lists and a loop: the few nodes of
-        # most steps would take longer by calls of numpy.
-        self._accepted_weights, self._reached_weights = list[float](), list[float]()
+        # Weights of accepted tokens, and the sums of the confidences, times their weights, in all
+        # tokens whose parents were accepted: by cell (`_find_cells`), where depth 0 stands for all
+        # depths. Lists and a loop: the few nodes of most steps would take longer by calls of numpy.
+        self._accepted_weights, self._expected_weights = list[float](), list[float]()
         # Of each drafter's newest token; they grow, as older tokens count less.
         self._weights = list[float]()
-        # Lines of `_find_line`, by cell, until more is learned.
-        self._lines = dict[int, tuple[float, float]]()
+        self._ratios = dict[int, float]()  # of `_find_ratio`, by cell, until more is learned
         # Drafts to learn from, and their accepted paths.
         self._new_drafts: list[tuple[Candidates, Sequence[int]]] = []
         self._add_drafters(source + 1)
@@ -63,7 +67,7 @@ class Calibration:
         if num_missing > 0:
             self._weights += [1.0] * num_missing
             self._accepted_weights += [0.0] * (num_missing * NUM_CELLS)
-            self._reached_weights += [0.0] * (num_missing * NUM_CELLS)
+            self._expected_weights += [0.0] * (num_missing * NUM_CELLS)
 
     def _begin(self, record: Acceptance, first_cell: int) -> None:
         totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in
@@ -71,35 +75,36 @@ class Calibration:
         accepted_counts, reached_counts = (totals[0], *record.right), (totals[1], *record.seen)
         cell = first_cell
         for counts in zip(accepted_counts, reached_counts, strict=True):  # of each depth
-            for num_accepted, num_reached in zip(*counts, strict=True):
-                self._reached_weights[cell] = weight = min(num_reached, PRIOR_TRIALS)
+            for bucket, (num_accepted, num_reached) in enumerate(zip(*counts, strict=True)):
                 if num_reached:
-                    self._accepted_weights[cell] = weight * num_accepted / num_reached
+                    weight = min(num_reached, PRIOR_TRIALS)
+                    accepted = self._accepted_weights[cell] = weight * num_accepted / num_reached
+                    # How unlikely the unlikeliest were, the record does not tell.
+                    expected = weight * MIDDLES[bucket] if bucket else max(accepted, LEAST_EXPECTED)
+                    self._expected_weights[cell] = expected
                 cell += 1
 
     def estimate(self, *drafts: Candidates) -> list[float]:
         """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
-        lines, chances = self._lines, list[float]()
+        ratios, chances = self._ratios, list[float]()
         for candidates in drafts:
             root = len(chances)
             for cell, confidence in self._find_cells(candidates):
-                base, rise = lines.get(cell) or self._find_line(cell)
-                chances.append(min(base + rise * confidence, MAX_CHANCE))
+                ratio = ratios.get(cell) or self._find_ratio(cell)
+                chances.append(min(ratio * confidence, MAX_CHANCE))
             chances[root] = 1.0
         return chances
 
-    def _find_line(self, cell: int) -> tuple[float, float]:
-        """Return a cell's base and rise, by which a chance is base + rise * confidence."""
-        accepted_weights, reached_weights = self._accepted_weights, self._reached_weights
-        depths_cell = cell - cell % NUM_CELLS + cell % NUM_BUCKETS  # of all depths
-        trials = FIRST_TRIALS * self._weights[cell // NUM_CELLS]
-        cell_weight = reached_weights[cell] + trials
-        depths_weight = reached_weights[depths_cell] + trials
-        share = trials / cell_weight
-        base = accepted_weights[cell] / cell_weight
-        base += share * accepted_weights[depths_cell] / depths_weight
-        self._lines[cell] = line = base, share * trials / depths_weight
-        return line
+    def _find_ratio(self, cell: int) -> float:
+        """Return the accepted tokens of a cell over those that the drafter expected."""
+        accepted_weights, expected_weights = self._accepted_weights, self._expected_weights
+        bucket = cell % NUM_BUCKETS
+        depths_cell = cell - cell % NUM_CELLS + bucket  # of all depths
+        trials = FIRST_TRIALS * MIDDLES[bucket] * self._weights[cell // NUM_CELLS]
+        ratio = (accepted_weights[depths_cell] + trials) / (expected_weights[depths_cell] + trials)
+        ratio = (accepted_weights[cell] + trials * ratio) / (expected_weights[cell] + trials)
+        self._ratios[cell] = ratio
+        return ratio
 
     def rank(self, drafts: Sequence[Candidates]) -> list[tuple[list[float], list[int]]]:
         """Return of each draft the chances of its nodes, best first, and these nodes."""
@@ -115,13 +120,13 @@ class Calibration:
 
     def learn(self) -> None:
         """Count the nodes of the newest drafts; only children of accepted ones were looked at."""
-        new_drafts, self._new_drafts, self._lines = self._new_drafts, [], {}
+        new_drafts, self._new_drafts, self._ratios = self._new_drafts, [], {}
         for candidates, path in new_drafts:
             if candidates.tree.num_nodes > 1:
-                cells = [cell for cell, _ in self._find_cells(candidates)]
+                cells = self._find_cells(candidates)
                 weight = self._weights[candidates.source] = self._age(candidates.source)
                 for node, is_accepted in list_judged(candidates.tree, path):
-                    self._count(cells[node], weight, is_accepted)
+                    self._count(*cells[node], weight, is_accepted)
 
     def _age(self, source: int) -> float:
         """Return the weight of a drafter's newest token, beside which its older ones count less."""
@@ -130,12 +135,12 @@ class Calibration:
             return weight
         for cell in range(source * NUM_CELLS, (source + 1) * NUM_CELLS):
             self._accepted_weights[cell] /= weight
-            self._reached_weights[cell] /= weight
+            self._expected_weights[cell] /= weight
         return 1.0
 
-    def _count(self, cell: int, weight: float, is_accepted: bool) -> None:
+    def _count(self, cell: int, confidence: float, weight: float, is_accepted: bool) -> None:
         for counted_cell in (cell, cell - cell % NUM_CELLS + cell % NUM_BUCKETS):
-            self._reached_weights[counted_cell] += weight
+            self._expected_weights[counted_cell] += weight * confidence
             self._accepted_weights[counted_cell] += weight * is_accepted
 
     def _find_cells(self, candidates: Candidates) -> list[tuple[int, float]]:
