@@ -111,7 +111,7 @@ def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> Trainab
     drafter = method.build(settings, target)
     if settings.start_from is not None:
         file = open_start(settings.start_from, method.weights_name)
-        load_weights(drafter, file, method, method.list_copies(target))
+        load_weights(drafter, file, method, method.list_accepted_copies(target))
         if (settings.start_from / "config.json").is_file():
             compare_config(settings.start_from, method.describe(drafter, target))
     drafter.to(setup.accelerator.device)

@@ -73,8 +73,8 @@ def make_method(**changes: Any) -> TrainingMethod:
         "build": lambda settings, target: LinearDrafter(3, 2),
         "describe": lambda drafter, target: {"width": drafter.in_features, "name": target.name},
         "convert_folder": "--medusa-model-dir",
-        "list_shared": lambda target: {"shared": target.table},
-        "list_copies": lambda target: {"shared": target.table},
+        "list_written_copies": lambda target: {"shared": target.table},
+        "list_accepted_copies": lambda target: {"shared": target.table},
     }  # fmt: skip
     return TrainingMethod(**values | changes)
 
