@@ -71,9 +71,6 @@ def test_between_two_numbers_of_requests_costs_lie_on_a_line() -> None:
         assert grid.estimate(rows, np.array([8])).tolist() == [seconds]
     table = CostTable(steps=grid)
     assert table.estimate_steps(10, np.array([4])).tolist() == [16.0], "as many tokens"
-    assert table.estimate_steps(1, np.array([8]), 0, 100).tolist() == [8.0]
-    far = CostTable(steps=grid, context=smooth({1: 0.01, 8: 0.08}))
-    assert far.estimate_steps(1, np.array([1, 8, 16]), 0, 100).tolist() == [2.0, 16.0, 32.0]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2.5, 4, 9])
