@@ -25,7 +25,7 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 
-def check_flags(settings: TrainSettings) -> None:
+def check_settings(settings: TrainSettings) -> None:
     """Raise the errors of the settings that show before anything is loaded."""
     refuse_launcher(os.environ)
     is_dry = settings.sanity or settings.plan

@@ -14,7 +14,7 @@ from specdec.methods import METHODS
 from specdec.system.logs import get_logger
 
 from .devices import start_accelerator
-from .flags import check_flags
+from .flags import check_settings
 from .job import TrainingJob, make_drafter, prepare_job
 from .settings import TrainSettings
 from .setup import list_inputs, prepare_setup
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     """Train a drafter; return the report on the main process, None on the others."""
     settings = fill_defaults(settings)
-    check_flags(settings)
+    check_settings(settings)
     if trial := find_trial(settings):
         return trial(settings)
     # torch and transformers take seconds to import, so the cheap checks come first.
