@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,6 +175,18 @@ def test_large_steps_that_never_pay_make_no_small_draft_dear() -> None:
     values = pace.value([likely, unlikely, []])
     assert values[0] == pytest.approx(1.0 - 0.03 * pace.forecast.rate, abs=0.01), "three of them"
     assert values[1:] == [pytest.approx(0, abs=0.01), 0.0]
+
+
+def test_positions_of_the_context_have_their_price_for_each_node() -> None:
+    """Beside 1,000 of them here a node costs as much as a plain step; without, next to nothing."""
+    costs = make_costs(step=lambda tokens: 1.0 + 0.01 * tokens)
+    costs = dataclasses.replace(costs, context=smooth({1: 0.001, 8: 0.008}))
+    sizes = []
+    for num_positions in (0, 1000):
+        pace = Pace(8, costs)
+        pace.plan([100], num_positions=num_positions)
+        sizes.append(pace.forecast.best_size)
+    assert sizes[0] > 2 > sizes[1], sizes
 
 
 def test_a_brief_draft_is_verified_where_that_beats_a_plain_step() -> None:
