@@ -24,7 +24,7 @@ from specdec.model.tensors import (
 from specdec.options import name_flag
 from specdec.system import logs
 
-from .flags import check_flags
+from .flags import check_settings
 from .methods import FOLDERS, load_converter
 from .methods.base import DrafterConverter
 from .methods.mtp import prepare_head
@@ -57,7 +57,7 @@ def fetch_drafter(settings: ConvertSettings) -> Path | None:
     name = settings.drafter_model_dir  # type: ignore[attr-defined]
     if names != [name] or Path(name).exists() or not is_hub_id(name):
         return None
-    check_flags(settings)  # before anything is fetched
+    check_settings(settings)  # before anything is fetched
     return open_model(name, "--drafter-model-dir", kind=None).path
 
 

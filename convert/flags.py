@@ -16,7 +16,7 @@ CALIBRATION = (
 SETTINGS_OF_QUANTIZATION = ("kv_cache_dtype", "group_size", *CALIBRATION)
 
 
-def check_flags(settings: ConvertSettings) -> None:
+def check_settings(settings: ConvertSettings) -> None:
     """Raise UsageError for flags that cannot be obeyed together; read no model."""
     require(settings)
     refuse_contradictions(settings, CONTRADICTIONS)

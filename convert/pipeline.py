@@ -31,7 +31,7 @@ from . import stream
 from .config import refuse_layout
 from .drafter import fetch_drafter, plan_drafter
 from .families.base import BACKEND_NOTES
-from .flags import check_flags
+from .flags import check_settings
 from .methods import FOLDERS, find_folder
 from .plan import ConversionPlan, merge_ranks
 from .report import count_workers, describe_plan, describe_ranks, tells_backends
@@ -120,7 +120,7 @@ def complete_settings(settings: ConvertSettings) -> ConvertSettings:
     if settings.speculative_decoding_mode is not None and find_folder(settings) is None:
         head_folder: dict[str, Any] = {MTP_FOLDER: settings.model_dir}
         settings = dataclasses.replace(settings, **head_folder)
-    check_flags(settings)
+    check_settings(settings)
     return settings
 
 

@@ -165,7 +165,7 @@ def read_sentencepiece(
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             refuse(folder, f"has {key} {shorten(model[key])}")
-    adds_space = find_prefix(folder, document)
+    adds_space = adds_space_in_front(folder, document)
     check_added(folder, document, adds_space=adds_space)
     return Vocabulary(
         tokens=tokens, kinds=kinds, split="default", special=special,
@@ -182,7 +182,7 @@ def refuse(folder: Path, fact: str) -> None:
     )
 
 
-def find_prefix(folder: Path, document: Mapping[str, Any]) -> bool:
+def adds_space_in_front(folder: Path, document: Mapping[str, Any]) -> bool:
     """Return whether texts, and pieces after special tokens, get a space in front.
 
     llama.cpp has one flag for both. Raises SpecDecError for other changes of texts than this and

@@ -98,7 +98,7 @@ def check_prompts(
     plans: of engines that are to be made, which takes minutes: what can be known is told before.
     """
     from specdec.decode.prompt_requests import make_requests
-    from specdec.text.encoding import choose_form, use_template
+    from specdec.text.encoding import applies_template, check_template_use, use_template
     from specdec.text.prompts import list_prompts
 
     run_settings = load_command("run").settings_class(**run)
@@ -107,7 +107,8 @@ def check_prompts(
     prompts = list_prompts(settings.texts, settings.input_file, json=settings.json)
     flag = "--model-dir" if settings.tokenizer_dir is None else "--tokenizer-dir"
     tokenizer = use_template(load_tokenizer(run["tokenizer_dir"], flag), settings.chat_template)
-    is_chat = choose_form(run_settings, prompts, tokenizer, is_chat=True)
+    is_chat = applies_template(run_settings, tokenizer, by_default=True)
+    check_template_use(run_settings, prompts, tokenizer, by_default=True)
     if not plans:
         return is_chat
     run_settings = dataclasses.replace(run_settings, apply_chat_template=is_chat)

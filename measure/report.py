@@ -37,12 +37,13 @@ def format_spread(values: dict[str, float], digits: int = 2) -> str:
     )
 
 
-def format_head(report: dict[str, Any], source: str = "engine_dir") -> list[str]:
-    """Return lines about the engine, the machine and its load. source: the engine's key."""
+def format_head(report: dict[str, Any]) -> list[str]:
+    """Return lines about the engine, the machine and its load."""
     quantization, load = report.get("quantization"), report["processors_used_by_others"]
     weights = f" with {quantization} weights" if quantization else ""
     return [
-        f"{report[source]}: {report['method']} in {report['dtype']}{weights} on {report['device']}",
+        f"{report['engine_dir']}: {report['method']} in {report['dtype']}{weights}"
+        f" on {report['device']}",
         f"{report['processor']}, {count(report['usable_cores'], 'core')},"
         f" {count(report['threads'], 'thread')}, {report.get('gpu', 'no GPU')},"
         f" torch {report['torch']}, {report['date']}",

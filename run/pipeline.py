@@ -56,7 +56,7 @@ def run_engine(
     object holds what was done, and the key `interrupted`. None where an engine's ranks are other
     processes, the first of which has written everything, or is doing so.
     """
-    check_flags(settings)
+    check_settings(settings)
     backend = find_backend(settings.engine_dir).load("run")
     if not settings.dry_run and backend.follow_ranks(settings):
         return None
@@ -82,7 +82,7 @@ def run_engine(
 def read_inputs(settings: RunSettings) -> RunInputs:
     """Read the prompts and the tokenizer of a run; raise SpecDecError for what is wrong there."""
     from specdec.decode.prompt_requests import make_requests
-    from specdec.text.encoding import choose_form, use_template
+    from specdec.text.encoding import check_template_use, use_template
     from specdec.text.prompts import list_prompts
     from specdec.text.tokenizer import lack_tokenizer, load_engine_tokenizer
 
@@ -90,7 +90,7 @@ def read_inputs(settings: RunSettings) -> RunInputs:
     folder, tokenizer = load_engine_tokenizer(settings.engine_dir, settings.tokenizer_dir)
     settings = dataclasses.replace(settings, tokenizer_dir=folder)
     tokenizer = use_template(tokenizer, settings.chat_template)
-    choose_form(settings, prompts, tokenizer, is_chat=False)  # which logs a template left unused
+    check_template_use(settings, prompts, tokenizer, by_default=False)
     requests = make_requests(prompts, settings, tokenizer, repeats=not settings.streaming)
     if settings.streaming and tokenizer is None:
         raise lack_tokenizer("--streaming needs")
@@ -175,7 +175,7 @@ def name_runtime(core: EngineCore) -> str:
     return BACKENDS[core.describe()["backend"]].title
 
 
-def check_flags(settings: RunSettings) -> None:
+def check_settings(settings: RunSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
     require(settings)
     if settings.output_file is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints as an ASGI application, which never waits for a step of the engine."""
+"""Endpoints of OpenAI's, Anthropic's and Ollama's APIs; none waits for a step of the engine."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Endpoints:
         max_body_bytes: int, request_timeout: float, formats: ChatFormats = NO_FORMATS,
     ) -> None:  # fmt: skip
         self._engine, self._scheduler, self._metrics = engine, scheduler, metrics
-        self._card, self._model, self._formats = card, card.name, formats
+        self._card, self._model_name, self._formats = card, card.name, formats
         self._max_body_bytes, self._timeout = max_body_bytes, request_timeout
         self._table = TokenTable(engine.tokenizer)
         self._notifier = Notifier()
@@ -146,9 +146,9 @@ class Endpoints:
             self._route("/api/chat", OllamaChatBody, OllamaAnswer),
             self._route("/api/generate", GenerateBody, OllamaAnswer),
             Route("/api/show", self._show_card, methods=["POST"]),
-            Route("/api/tags", self._answer(self._card.list_models)),
-            Route("/api/ps", self._answer(self._card.list_running)),
-            Route("/api/version", self._answer(describe_version)),
+            Route("/api/tags", self._make_handler(self._card.list_models)),
+            Route("/api/ps", self._make_handler(self._card.list_running)),
+            Route("/api/version", self._make_handler(describe_version)),
             *(Route(path, self._refuse_embeddings, methods=["POST"]) for path in EMBEDDINGS),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
@@ -173,7 +173,7 @@ class Endpoints:
 
         return Route(path, generate, methods=["POST"])
 
-    def _answer(self, describe: Callable[[], dict[str, Any]]) -> Callable[[Request], Any]:
+    def _make_handler(self, describe: Callable[[], dict[str, Any]]) -> Callable[[Request], Any]:
         async def answer(http: Request) -> Response:
             return JSONResponse(describe())
 
@@ -181,13 +181,15 @@ class Endpoints:
 
     async def _show_card(self, http: Request) -> Response:
         def check_name(body: ShowBody) -> None:
-            check_model(body.name, self._model)
+            check_model(body.name, self._model_name)
 
         await self._read(http, ShowBody, check_name)
         return JSONResponse(self._card.show())
 
     async def _refuse_embeddings(self, request: Request) -> Response:
-        raise BadRequest(f"the model {self._model!r} writes texts; it makes no embeddings", "model")
+        raise BadRequest(
+            f"the model {self._model_name!r} writes texts; it makes no embeddings", "model"
+        )
 
     async def _generate(
         self, http: Request, body_class: type[GenerationBody], answer_class: type[EndpointAnswer]
@@ -195,7 +197,7 @@ class Endpoints:
         body, (prepared, ignored) = await self._read(http, body_class, self._prepare)
         self._log_ignored(ignored)
         if not prepared:
-            empty_answer = OllamaAnswer(body, self._model, [], self._table, ignored)
+            empty_answer = OllamaAnswer(body, self._model_name, [], self._table, ignored)
             return JSONResponse(empty_answer.load())
         most_choices = self._scheduler.max_queue + self._engine.max_batch_size
         if len(prepared) > most_choices:
@@ -212,7 +214,7 @@ class Endpoints:
             )
             for index, choice in enumerate(prepared)
         ]  # fmt: skip
-        answer = answer_class(body, self._model, choices, self._table, ignored)
+        answer = answer_class(body, self._model_name, choices, self._table, ignored)
         self._scheduler.submit(choices)
         deadline = asyncio.get_running_loop().time() + self._timeout
         events = self._follow(answer, changed, deadline)
@@ -332,17 +334,17 @@ class Endpoints:
         return text
 
     async def _list_models(self, http: Request) -> Response:
-        name = {"first_id": self._model, "last_id": self._model, "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._describe_model()], **name})
+        paging = {"first_id": self._model_name, "last_id": self._model_name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._describe_model()], **paging})
 
     async def _show_model(self, http: Request) -> Response:
-        check_model(http.path_params["name"], self._model)
+        check_model(http.path_params["name"], self._model_name)
         return JSONResponse(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
         return {
-            "id": self._model, "object": "model", "created": 0, "owned_by": "specdec",
-            "type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z",
+            "id": self._model_name, "object": "model", "created": 0, "owned_by": "specdec",
+            "type": "model", "display_name": self._model_name, "created_at": "1970-01-01T00:00:00Z",
             "max_model_len": self._engine.max_seq_len,
             "specdec": self._engine.describe() | {"is_chat": self._formats.use.marks_turns},
         }  # fmt: skip
@@ -380,7 +382,7 @@ class Endpoints:
             except ValueError as error:
                 raise BadRequest(f"the body is not JSON: {summarize(error)}") from None
             body = read_body(body_class, document)
-            check_model(body.model, self._model)
+            check_model(body.model, self._model_name)
             return body, prepare(body)
 
         try:

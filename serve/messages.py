@@ -73,6 +73,7 @@ class MessagesBody(ConversationBody):
     """Body of /v1/messages."""
 
     source = "messages"
+    continues_last_text = True
     limit_name = "max_tokens"
     has_flat_tools = True
     schema_key = "input_schema"
@@ -124,14 +125,6 @@ class MessagesBody(ConversationBody):
     def list_ignored(self) -> list[str]:
         unread_tools = [f"{path}.type" for path, tool in super().list_tools() if _is_hosted(tool)]
         return [*self.ignored, *unread_tools]
-
-    def list_template_settings(self) -> dict[str, Any]:
-        """Let an answer continue the last message where that is the assistant's."""
-        settings = super().list_template_settings()
-        _, last_message = self.list_turns()[-1]
-        if last_message["role"] == "assistant" and last_message["content"]:
-            settings = {"continue_final_message": True, **settings}
-        return settings
 
     def list_tools(self) -> list[tuple[str, Any]]:
         """Return the tools that have a schema, in the form of a response's.

@@ -129,6 +129,7 @@ class OllamaChatBody(ThinkingBody):
     """Body of /api/chat."""
 
     source = "messages"
+    continues_last_text = True
     answers_chat: ClassVar[bool] = True
 
     messages: list[Message] | None = parameter((lambda v: v == [] or MESSAGES[0](v), MESSAGES[1]))
@@ -140,15 +141,6 @@ class OllamaChatBody(ThinkingBody):
     def list_turns(self) -> Turns:
         paths = {f"messages.{i}": message for i, message in enumerate(self.messages or ())}
         return [(path, _read_message(message, path)) for path, message in paths.items()]
-
-    def list_template_settings(self) -> dict[str, Any]:
-        """Let an answer continue the last message where that is a text of the assistant's."""
-        settings = super().list_template_settings()
-        _, last_message = self.list_turns()[-1]
-        is_begun = last_message.get("role") == "assistant" and last_message.get("content")
-        if is_begun and not last_message.get("tool_calls"):
-            settings = {"continue_final_message": True, **settings}
-        return settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

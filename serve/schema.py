@@ -123,6 +123,13 @@ class Parameters:
 Rule = Check | type[Parameters]
 
 
+def _ends_in_text(turns: Turns) -> bool:
+    """Return whether a text of the assistant's, and no call of a tool, ends a conversation."""
+    _, last_message = turns[-1]
+    is_text_of_assistant = last_message.get("role") == "assistant" and last_message.get("content")
+    return bool(is_text_of_assistant and not last_message.get("tool_calls"))
+
+
 def parameter(rule: Rule, group: str | None = None) -> Any:
     """Declare a parameter, its check or the class of its object, and its group of settings."""
     return dataclasses.field(default=None, metadata={"rule": rule, "group": group})
@@ -358,8 +365,11 @@ class ConversationBody(GenerationBody):
 
     has_flat_tools: whether a tool's function stands in the tool itself. schema_key: the key of a
     function's schema. limit_name: the parameter that limits the answer's tokens besides max_tokens.
+    continues_last_text: whether an answer goes on with a text of the assistant's that ends the
+    conversation, where the body does not say.
     """
 
+    continues_last_text: ClassVar[bool] = False
     has_flat_tools: ClassVar[bool] = False
     schema_key: ClassVar[str] = "parameters"
     limit_name: ClassVar[str]
@@ -405,7 +415,10 @@ class ConversationBody(GenerationBody):
 
     def list_template_settings(self) -> dict[str, Any]:
         """Return the settings of the chat template, by the field of a Prompt."""
-        return self.list_given(TEMPLATE)
+        settings = self.list_given(TEMPLATE)
+        if self.continues_last_text and _ends_in_text(self.list_turns()):
+            return {"continue_final_message": True, **settings}
+        return settings
 
     def list_tools(self) -> list[tuple[str, Any]]:
         """Return the tools that the model may call, each after its path in the body."""

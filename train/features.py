@@ -12,8 +12,8 @@ from torch import Tensor
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
-def choose_chunk(device: torch.device, num_logits: int) -> int:
-    """Return the number of rows of so many logits that are computed at a time."""
+def count_rows_at_once(device: torch.device, num_logits: int) -> int:
+    """Return the number of rows, of so many logits each, that are computed at once."""
     return max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) // num_logits)
 
 
@@ -55,7 +55,7 @@ class OutputHead:
     def choose_tokens(self, hidden: Tensor) -> Tensor:
         """Return the most probable tokens [N] of states [N, D], without a gradient."""
         with torch.no_grad():
-            chunks = torch.split(hidden, choose_chunk(hidden.device, len(self.weight)))
+            chunks = torch.split(hidden, count_rows_at_once(hidden.device, len(self.weight)))
             return torch.cat([self.compute_logits(chunk).argmax(1) for chunk in chunks])
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Features:
         assert head is not None
         normalizers, choices = [], []
         with torch.no_grad():
-            for chunk in torch.split(hidden, choose_chunk(hidden.device, len(head.weight))):
+            for chunk in torch.split(hidden, count_rows_at_once(hidden.device, len(head.weight))):
                 logits = head.compute_logits(chunk)
                 normalizers.append(logits.logsumexp(1))
                 choices.append(logits.argmax(1))

@@ -57,7 +57,7 @@ class TrainingJob(Setup):
 def prepare_job(setup: Setup) -> TrainingJob:
     """Load the target, open the training's state, and load or make the rows."""
     from .state import TrainingState, collect_facts, list_inferred, name_hashes, name_source
-    from .target import describe_target
+    from .target import list_target_files
 
     settings, accelerator, config = setup.settings, setup.accelerator, setup.config
     target: FrozenTarget | None = None if settings.hidden_states_dir else open_target(setup)
@@ -66,7 +66,7 @@ def prepare_job(setup: Setup) -> TrainingJob:
     target_files: list[dict[str, Any]] = []
     if accelerator.is_main_process:
         data_files = [describe_file(f) for f in (settings.data, settings.eval_data) if f]
-        target_files = describe_target(settings.model_dir, list_part_files(setup))
+        target_files = list_target_files(settings.model_dir, list_part_files(setup))
         facts = collect_facts(
             settings, setup.dtype, accelerator.num_processes, target_files, data_files
         ) | name_source(setup)
@@ -111,14 +111,14 @@ def make_drafter(setup: Setup, target: FrozenTarget, rows: TokenRows) -> Trainab
     drafter = method.build(settings, target)
     if settings.start_from is not None:
         file = open_start(settings.start_from, method.weights_name)
-        load_weights(drafter, file, method, method.list_copies(target))
+        copy_weights(drafter, file, method, method.list_accepted_copies(target))
         if (settings.start_from / "config.json").is_file():
             compare_config(settings.start_from, method.describe(drafter, target))
     drafter.to(setup.accelerator.device)
     return drafter
 
 
-def load_weights(
+def copy_weights(
     drafter: TrainableDrafter, file: TensorFile, method: TrainingMethod,
     target_tensors: Mapping[str, Tensor],
 ) -> None:  # fmt: skip

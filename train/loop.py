@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,19 +158,36 @@ class Loop:
 
     def take_step(self, step: int, *, measure: bool) -> Measures:
         """Do one optimizer step over `rows_per_step` rows."""
-        settings, accelerator = self.settings, self.accelerator
         batches = [
-            self.load_batch(step - 1, i) for i in range(settings.gradient_accumulation_steps)
+            self.load_batch(step - 1, i) for i in range(self.settings.gradient_accumulation_steps)
         ]
         for coming_step in range(step - 1, min(step + 1, self.num_steps)):
             for i in range(len(batches)):
                 self.target.expect(self.train_rows, self._choose_batch(coming_step, i))
+        num_labels, num_tokens = self._count_labels(batches)
+        self.num_tokens += num_tokens
+        sums = self._add_gradients(step, batches, num_labels, measure=measure)
+        measures = Measures.unpack(
+            self.accelerator.reduce(sums, reduction="sum"), self.drafter.num_positions
+        )
+        if not math.isfinite(float(measures.loss.sum())):
+            self._refuse_to_continue(step, float(measures.loss.sum()))
+        self._apply_gradients(step)
+        return measures
+
+    def _count_labels(self, batches: Sequence[RowBatch]) -> tuple[Tensor, int]:
+        """Count a step's labels of each position [P], which divide its losses, and its tokens."""
         counts = torch.stack([self.drafter.count_labels(b.mask) for b in batches]).sum(0)
         num_tokens = counts.new_tensor([sum(sum(batch.lengths) for batch in batches)])
-        totals = accelerator.reduce(torch.cat([counts, num_tokens]), reduction="sum")
+        totals = self.accelerator.reduce(torch.cat([counts, num_tokens]), reduction="sum")
         # The processes' gradients will be averaged, but their losses have to be added up.
-        num_labels = totals[:-1].float() / accelerator.num_processes
-        self.num_tokens += int(totals[-1])
+        return totals[:-1].float() / self.accelerator.num_processes, int(totals[-1])
+
+    def _add_gradients(
+        self, step: int, batches: Sequence[RowBatch], num_labels: Tensor, *, measure: bool
+    ) -> Tensor | float:
+        """Add up the gradients of a step's batches; return the sums of their packed measures."""
+        accelerator = self.accelerator
         sums: Tensor | float = 0.0
         for i, batch in enumerate(batches):
             self._seed(step, i)
@@ -182,19 +199,17 @@ class Loop:
                     loss, packed = self.model(features, batch.mask, num_labels, measure)
                 accelerator.backward(loss)
             sums = sums + packed.detach()
-        measures = Measures.unpack(
-            accelerator.reduce(sums, reduction="sum"), self.drafter.num_positions
-        )
-        if not math.isfinite(float(measures.loss.sum())):
-            self._refuse_to_continue(step, float(measures.loss.sum()))
-        if settings.max_grad_norm:
-            accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+        return sums
+
+    def _apply_gradients(self, step: int) -> None:
+        """Clip the gradients, let the optimizers take their steps, and forget the gradients."""
+        if self.settings.max_grad_norm:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         for key, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = compute_learning_rate(settings, step - 1, self.num_steps, key)
+                group["lr"] = compute_learning_rate(self.settings, step - 1, self.num_steps, key)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return measures
 
     def _seed(self, step: int, batch_index: int) -> None:
         """Seed the drafter's random numbers by the step and each row's place among its rows."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .features import OutputHead, choose_chunk
+from .features import OutputHead, count_rows_at_once
 from .loss_table import LOSSES, compute_acceptance
 
 NOT_MEASURED = -1  # rank of a label without measurement
@@ -295,7 +295,7 @@ def rank_labels(logits: Tensor, label_logits: Tensor, index: Tensor) -> Tensor:
 
 def _split_labels(x: Tensor, weight: Tensor) -> Iterator[slice]:
     """Yield chunks of the labels [N] whose logits fit the device."""
-    size = choose_chunk(x.device, len(weight))
+    size = count_rows_at_once(x.device, len(weight))
     for start in range(0, len(x), size):
         yield slice(start, start + size)
 

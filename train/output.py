@@ -67,7 +67,8 @@ def write_weights(
     """Write the weights and config.json, which specdec-convert reads; return the sha256."""
     method, target, dtype = job.method, job.target, job.save_dtype
     infos, arrays = {}, {}
-    for name, tensor in {**drafter.finish_weights(weights), **method.list_shared(target)}.items():
+    tensors = {**drafter.finish_weights(weights), **method.list_written_copies(target)}
+    for name, tensor in tensors.items():
         kind = dtype if tensor.is_floating_point() else "int64"  # d2t holds offsets of ids
         arrays[name] = to_array(tensor.detach().to("cpu", TORCH_DTYPES.get(kind)))
         infos[name] = TensorInfo(kind, tuple(tensor.shape))

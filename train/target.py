@@ -301,7 +301,7 @@ def load_tokenizer(model_dir: str, vocab_size: int) -> Any:
     return tokenizer
 
 
-def describe_target(
+def list_target_files(
     model_dir: str, weight_files: Iterable[Path] | None = None
 ) -> list[dict[str, Any]]:
     """List the files of a target that has been loaded, with their sha256; a Hub id's are cached.

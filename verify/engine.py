@@ -53,7 +53,7 @@ from .quantized import compare_with_plain, measure_distance
 from .readings import find_wrong_readings, open_reference
 from .reference import Reference, check_pair, find_own_arithmetic, load_reference, read_end_ids
 from .sampling import NUM_PROMPTS, list_samples, verify_sampling
-from .settings import VerifySettings, check_flags
+from .settings import VerifySettings, check_settings
 
 logger = logs.get_logger(__name__)
 
@@ -83,7 +83,7 @@ class EngineTexts:
 
 def verify_engine(settings: VerifySettings) -> dict[str, Any]:
     """Compare an engine's text with its model's; return the verdict with every difference."""
-    check_flags(settings)
+    check_settings(settings)
     with contextlib.ExitStack() as stack:
         return _verify(hold_engine(stack, settings))
 

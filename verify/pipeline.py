@@ -14,14 +14,14 @@ from specdec.files.manifest import NAME, Manifest, find_differences, list_surplu
 from specdec.system.threads import count_usable_cores
 
 from .contents import check_contents
-from .settings import VerifySettings, check_flags
+from .settings import VerifySettings, check_settings
 
 UNCHANGED, CHANGED, GONE = "same", "changed", "absent"
 
 
 def verify_checkpoint(settings: VerifySettings) -> dict[str, Any]:
     """Check a checkpoint folder and return the verdict with every fault."""
-    check_flags(settings)
+    check_settings(settings)
     require(settings, "checkpoint_dir")
     folder = need(settings.checkpoint_dir)
     expect_folder(folder, CHECKPOINT, "--checkpoint-dir")

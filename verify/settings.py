@@ -128,7 +128,7 @@ OF_ENGINE: tuple[Contradiction, ...] = (
 )  # fmt: skip
 
 
-def check_flags(settings: VerifySettings) -> None:
+def check_settings(settings: VerifySettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
     names = list_given(settings, VerifySettings)
     if settings.checkpoint_dir is not None or not {"engine_dir", "model_dir"} & set(names):

@@ -37,14 +37,20 @@ def list_packed(tensors: Mapping[str, TensorInfo], model: ModelConfig) -> list[s
     """
     names = [
         name for name, info in tensors.items()
-        if len(info.shape) > 1 and info.dtype in (model.dtype, INT8, "uint8")
-        and name.endswith(".weight") and "embedding" not in name and not name.endswith(NOT_PACKED)
-        and (name.startswith("transformer.") or ".mlp." not in name)
+        if is_matrix(name, info, model) and not is_cut(name, info, model)
         and f"{name.removesuffix('weight')}{PERMUTATION}" not in tensors
-        and not is_cut(name, info, model)
     ]  # fmt: skip
     is_head = model.share_embedding_table and (model.tp_size == 1 or model.use_parallel_embedding)
     return names + [EMBEDDING] if is_head and EMBEDDING in tensors else names
+
+
+def is_matrix(name: str, info: TensorInfo, model: ModelConfig) -> bool:
+    """Return whether a tensor is a matrix that the kernels multiply by, each in one piece."""
+    is_weight = name.endswith(".weight") and not name.endswith(NOT_PACKED)
+    if not is_weight or len(info.shape) < 2 or info.dtype not in (model.dtype, INT8, "uint8"):
+        return False
+    is_stacked = ".mlp." in name and not name.startswith("transformer.")  # by a drafter
+    return "embedding" not in name and not is_stacked
 
 
 def is_cut(name: str, info: TensorInfo, model: ModelConfig) -> bool:

@@ -112,12 +112,15 @@ class NetConverter(DrafterConverter):
         check_fixed(net_reader, fixed, net_description)
         return reader, net_reader
 
-    def check_net(self, reader: ConfigReader, net: ModelConfig) -> None:
-        """Raise SpecDecError for problems that were noted before, then for those of the layers."""
+    def check_net(self, reader: ConfigReader, net: ModelConfig, prefix: str = "") -> None:
+        """Raise SpecDecError for problems that were noted before, then for those of the layers.
+
+        prefix: the beginning of the latter's messages, such as the object that describes them.
+        """
         reader.finish()
         check_num_layers(net.num_hidden_layers, self.folder)
         for fact, remedy in net.find_problems():
-            reader.refuse(fact, remedy)
+            reader.refuse(prefix + fact, remedy)
         reader.finish()
 
     @property

@@ -25,7 +25,7 @@ from specdec.options import as_options
 
 from ..families.base import ROTARY_BUFFERS, Layout
 from ..families.gemma4 import GEMMA4, UNREAD, read_gemma4
-from ..plan import SourceRows, check_num_layers
+from ..plan import SourceRows
 from ..wrappers import DEFAULTS
 from .base import NetConverter, check_layouts
 
@@ -57,7 +57,7 @@ class MtpAssistantConverter(NetConverter):
                 self.settings, MtpAssistantConvert
             ).mtp_assistant_max_draft_len or DEFAULT_DRAFT_LEN,
         )  # fmt: skip
-        self.check_net(reader, net)
+        self.check_net(reader, net, "text_config: ")
         problems = params.find_problems(
             hidden_size=model.hidden_size, vocab_size=model.vocab_size, tp_size=model.tp_size
         )
@@ -65,14 +65,6 @@ class MtpAssistantConverter(NetConverter):
         if has_centroids:
             self._check_order(net.vocab_size)
         return params
-
-    def check_net(self, reader: ConfigReader, net: ModelConfig) -> None:
-        """Raise SpecDecError for what was noted, and for layers that cannot be."""
-        reader.finish()
-        check_num_layers(net.num_hidden_layers, self.folder)
-        for fact, remedy in net.find_problems():
-            reader.refuse(f"text_config: {fact}", remedy)
-        reader.finish()
 
     def _read_net(self, reader: ConfigReader) -> ModelConfig:
         """Read the layers, which are a Gemma 4's that reads no tables and has no experts."""

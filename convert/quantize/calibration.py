@@ -232,7 +232,7 @@ def observe(
     """Run the rows through the model; return what was seen under each watched name."""
     import torch
 
-    model = load_weights(model_dir, "AutoModel", dtype).to(device)
+    model = load_float_model(model_dir, "AutoModel", dtype).to(device)
     magnitudes: dict[str, torch.Tensor] = {}
     inputs: dict[str, _InputSums] = {}
 
@@ -333,8 +333,8 @@ def _refuse_nonfinite(magnitudes: Mapping[str, torch.Tensor], model_dir: Path) -
         )
 
 
-def load_weights(model_dir: Path, kind: str, dtype: str) -> Any:
-    """Load a folder's model by a class of transformers."""
+def load_float_model(model_dir: Path, kind: str, dtype: str) -> Any:
+    """Load a folder's model, which is not quantized, by a class of transformers."""
     from specdec.files.torch_tensors import TORCH_DTYPES
     from specdec.text.pretrained import load_model
 

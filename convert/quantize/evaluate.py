@@ -15,7 +15,7 @@ from specdec.files.reading import Array
 from specdec.model.quantization import ACTIVATION_SCALE
 from specdec.system import logs
 
-from .calibration import find_module, load_weights
+from .calibration import find_module, load_float_model
 from .formats import Format
 from .rounded import RoundedMatrix, Scales
 
@@ -44,7 +44,7 @@ def compare_models(
     """
     import torch
 
-    model = load_weights(model_dir, "AutoModelForCausalLM", dtype).to(device)
+    model = load_float_model(model_dir, "AutoModelForCausalLM", dtype).to(device)
     rows = _choose(rows, model.config.get_text_config().vocab_size)
 
     def predict(row: list[int]) -> torch.Tensor:

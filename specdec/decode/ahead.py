@@ -113,7 +113,7 @@ def draft_ahead(
 
     Returns the greedy choices [B, T], which came to the host with the draft.
     """
-    if not all(r.needs_only_best and r.request.drafts for r in requests):
+    if not all(r.needs_only_best and r.request.allows_drafts for r in requests):
         return None
     best_tokens = find_best(logits)
     last_nodes, roots = accept_on_device(trees, tree_mask, best_tokens)

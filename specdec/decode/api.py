@@ -342,7 +342,7 @@ class Engine:
         least_len = max(1, min_tokens) if type(min_tokens) is int else 1
         core, defaults = self._get_core(), Prompt(max_output_len=max_output_len or least_len)
         (request,) = self._tokenize([prompt], defaults, index)
-        max_input_len, max_seq_len = core.find_limits(drafts=request.drafts)
+        max_input_len, max_seq_len = core.find_limits(with_drafts=request.allows_drafts)
         length, limit = len(request.input_ids), request.max_output_len
         room = max_seq_len - length
         is_unlimited = max_output_len is None and full_prompt.max_output_len is None
@@ -394,7 +394,7 @@ class Engine:
         return Batch(
             core.decoder, core.drafter, self._make_options(core), core.timing,
             num_rows=core.config.build.max_batch_size,
-            max_seq_len=core.find_limits(drafts=False)[1],
+            max_seq_len=core.find_limits(with_drafts=False)[1],
         )  # fmt: skip
 
     def step(self) -> bool:

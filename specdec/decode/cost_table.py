@@ -117,9 +117,7 @@ class CostTable:
     prompts: Curve | None = None
     context: Curve = Curve((1,), (0.0,))
 
-    def estimate_steps(
-        self, num_rows: int, sizes: Array, num_prompt_tokens: int = 0, num_positions: int = 0
-    ) -> Array:
+    def estimate_steps(self, num_rows: int, sizes: Array, num_prompt_tokens: int = 0) -> Array:
         """Return the seconds of steps that verify so many nodes a row, without their prompts' part.
 
         Prompts would be read anyway, in another step: they pay what a token more costs here, and
@@ -133,7 +131,7 @@ class CostTable:
             price = (seconds[-1] - seconds[0]) / max(1, tokens[-1] - tokens[0])
             price = min(price, seconds[0] / (tokens[0] + num_prompt_tokens))
             seconds = seconds - num_prompt_tokens * price
-        return np.asarray(seconds + num_positions * self.context.estimate(sizes))
+        return seconds
 
     def estimate_pass(self, sizes: Array) -> Array:
         """Return the seconds of passes over so many tokens, most of them prompts'."""

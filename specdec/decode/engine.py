@@ -122,7 +122,7 @@ class TorchEngine:
         model = checkpoint.model
         options = list_options(self.config, folder, self.device)
         weights = load_weights(
-            folder, self.config, self.device, drafts=uses_drafter(methods),
+            folder, self.config, self.device, with_drafter=uses_drafter(methods),
             is_packed=is_packed(self.config, options), kernels=options["kernels"],
         )  # fmt: skip
         self.decoder = open_decoder(
@@ -168,7 +168,7 @@ class TorchEngine:
 
         Returns whether the engine has a new drafter.
         """
-        num_tokens = sum(request.max_output_len for request in requests if request.drafts)
+        num_tokens = sum(request.max_output_len for request in requests if request.allows_drafts)
         is_asked = any(request.draft_method is not None for request in requests)
         if self._make_later is None or (num_tokens <= SHORT_TEXT and not is_asked):
             return False
@@ -201,8 +201,8 @@ class TorchEngine:
         vocab_size = self.config.checkpoint.model.vocab_size
         problems = Problems()
         for request in requests:
-            max_input_len, max_seq_len = self.find_limits(drafts=request.drafts)
-            engines = self._list_limiting(drafts=request.drafts)
+            max_input_len, max_seq_len = self.find_limits(with_drafts=request.allows_drafts)
+            engines = self._list_limiting(with_drafts=request.allows_drafts)
             problems += find_problems(
                 request,
                 max_input_len=max_input_len,
@@ -333,16 +333,16 @@ class TorchEngine:
     @property
     def max_seq_len(self) -> int:
         """Tokens of a prompt and its output, by the shorter of the engine and its draft engine."""
-        return self.find_limits(drafts=True)[1]
+        return self.find_limits(with_drafts=True)[1]
 
-    def find_limits(self, *, drafts: bool) -> tuple[int, int]:
+    def find_limits(self, *, with_drafts: bool) -> tuple[int, int]:
         """Return the most tokens of a prompt, and of prompt and output, with drafts or without."""
-        builds = [engine.config.build for engine in self._list_limiting(drafts=drafts)]
+        builds = [engine.config.build for engine in self._list_limiting(with_drafts=with_drafts)]
         return min(b.max_input_len for b in builds), min(b.max_seq_len for b in builds)
 
-    def _list_limiting(self, *, drafts: bool) -> list[EngineHandle]:
+    def _list_limiting(self, *, with_drafts: bool) -> list[EngineHandle]:
         """Return the engines that a request's tokens go through."""
-        return [self, self._draft] if drafts and self._draft is not None else [self]
+        return [self, self._draft] if with_drafts and self._draft is not None else [self]
 
     @property
     def is_lost(self) -> bool:

@@ -189,7 +189,7 @@ class Batch:
     def _run(self, plan: ForwardPlan) -> tuple[int, int]:
         """Propose, forward, accept, commit; return the number of verified rows, and their nodes."""
         requests = self.scheduler.active if plan.verifies else []
-        if not plan.reads and self._ahead.serves(requests):
+        if not plan.reads_prompts and self._ahead.serves(requests):
             return self._run_ahead(requests)
         with self._clocks["draft"]:
             candidates = self._propose(requests, plan) if requests else []
@@ -224,7 +224,7 @@ class Batch:
         """Return each request's draft; the drafter never sees requests without drafts."""
         drafter = self.drafter
         drafter.plan_step(plan.num_prompt_tokens, self.scheduler.max_prefill)
-        drafting = [r for r in requests if plan.drafts and r.request.drafts]
+        drafting = [r for r in requests if plan.allows_drafts and r.request.allows_drafts]
         drafts = drafter.propose(drafting) if drafting else []
         if not drafts:
             return list_roots(requests)
@@ -302,7 +302,7 @@ class Batch:
         self, requests: Sequence[ActiveRequest], states: States, accepted: Sequence[Accepted]
     ) -> None:
         """Let the drafter see the states of the requests that it drafts for."""
-        rows = [row for row, r in enumerate(requests) if r.request.drafts]
+        rows = [row for row, r in enumerate(requests) if r.request.allows_drafts]
         if rows:
             paths = [accepted[row][0] for row in rows]
             self.drafter.observe([requests[row] for row in rows], states.take(rows), paths)
@@ -321,7 +321,7 @@ class Batch:
                 row_hidden = states.hidden[index, : chunk.counts[index]]
                 scored_requests[row].note_prompt(row_hidden, self.decoder.compute_logits)
         if new_requests:
-            drafter.start([r for r in new_requests if r.request.drafts])
+            drafter.start([r for r in new_requests if r.request.allows_drafts])
             roots = [Candidates(make_root(r.request.input_ids[-1])) for r in new_requests]
             accepted = self._accept(new_requests, roots, output.end_logits[:, None])
             self._observe(new_requests, States(output.end_hidden[:, None]), accepted)

@@ -260,7 +260,7 @@ def _make_request(
 def _read_speculation(speculation: bool | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return who drafts for a prompt and how much, by the fields of a request."""
     if not isinstance(speculation, Mapping):
-        return {"drafts": speculation is not False}
+        return {"allows_drafts": speculation is not False}
     method, max_tokens = speculation.get("method"), speculation.get("max_tokens")
     return {"draft_method": method, "max_draft_tokens": max_tokens}
 

@@ -43,13 +43,13 @@ class Request:
     continued_text: the text of an assistant's message at the prompt's end that the output goes on
     with.
     chosen_end_ids: those of the end tokens that a user chose, by the name of the option.
-    form: what else of its tokens is text.
-    num_logprobs: how many of the likeliest tokens to tell of at every place; None tells nothing.
-    wants_prompt_logprobs: whether to tell the same of the prompt, which is then read whole, not
-    taken from the cache. drafts: False decodes one token per step. draft_method: the one of the
-    engine's methods that drafts, None for all. max_draft_tokens: tokens of a step's draft that are
-    verified at most, None for the engine's. keep_trees: return the tree of every step. grammar:
-    what the output keeps to.
+    form: rules by which the tokens become text.
+    num_logprobs: number of likeliest tokens whose log-probabilities are returned at every position;
+    None returns none. wants_prompt_logprobs: whether to return those of the prompt's positions,
+    too; it is then read whole, not taken from the cache. allows_drafts: False decodes one token per
+    step. draft_method: the one of the engine's methods that drafts, None for all. max_draft_tokens:
+    tokens of a step's draft that are verified at most, None for the engine's. keep_trees: return
+    the tree of every step. grammar: what the output keeps to.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Request:
     form: TextForm = PLAIN_FORM
     num_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
-    drafts: bool = True
+    allows_drafts: bool = True
     draft_method: str | None = None
     max_draft_tokens: int | None = None
     keep_trees: bool = False
@@ -168,8 +168,8 @@ class ActiveRequest:
     output_ids: new tokens only; the last is the one that ended it. finish_reason: None where it
     goes on, or was interrupted; only the thread that decodes sets it. is_cancelled: a note, which
     any thread may set at any time, and which the next step takes at its beginning. logprobs: one a
-    token, if asked for. prompt_logprobs: the same of the prompt; None of its first. origins: one a
-    token; fewer where the backend does not tell.
+    token, if asked for. prompt_logprobs: one a token of the prompt, None for its first. origins:
+    one a token of the output; fewer where the backend does not tell.
     rejected: by the place of the token that the target emitted instead, the drafted tokens that
     were not accepted there (of a tree, its first branch), if asked for.
     """

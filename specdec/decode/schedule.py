@@ -30,16 +30,16 @@ DRAFTER_SHARE = 4
 class ForwardPlan:
     """Plan of one forward pass of the target, made before drafts are proposed for it.
 
-    verifies: whether running requests are in the pass. drafts: whether anything may be drafted for
-    them. reads: whether a prefill chunk is in the pass. max_tokens: most prompt tokens of that
-    chunk; None is as many as a pass should have. counts_verified: whether the tokens that running
-    requests verify count among `max_tokens`, too. num_prompt_tokens: prompt tokens that the pass
-    reads beside running requests, if no draft takes their place.
+    verifies: whether running requests are in the pass. allows_drafts: whether anything may be
+    drafted for them. reads_prompts: whether a prefill chunk is in the pass. max_tokens: most prompt
+    tokens of that chunk; None is as many as a pass should have. counts_verified: whether the tokens
+    that running requests verify count among `max_tokens`, too. num_prompt_tokens: prompt tokens
+    that the pass reads beside running requests, if no draft takes their place.
     """
 
     verifies: bool = False
-    drafts: bool = True
-    reads: bool = False
+    allows_drafts: bool = True
+    reads_prompts: bool = False
     max_tokens: int | None = None
     counts_verified: bool = False
     num_prompt_tokens: int = 0
@@ -105,9 +105,9 @@ class Scheduler:
             if self.active:
                 yield ForwardPlan(verifies=True)
         elif chunk is None or not self.active:
-            yield ForwardPlan(reads=True)
+            yield ForwardPlan(reads_prompts=True)
         elif not self.reader.joins:
-            yield ForwardPlan(reads=True, max_tokens=chunk)
+            yield ForwardPlan(reads_prompts=True, max_tokens=chunk)
             if self.active:
                 yield ForwardPlan(verifies=True)
         else:
@@ -121,8 +121,8 @@ class Scheduler:
         fits = num_unread + len(self.active) * self._drafted_size <= chunk
         return ForwardPlan(
             verifies=True,
-            drafts=fits or not counts_verified or self._drafter.is_indivisible,
-            reads=True,
+            allows_drafts=fits or not counts_verified or self._drafter.is_indivisible,
+            reads_prompts=True,
             max_tokens=chunk,
             counts_verified=counts_verified,
             num_prompt_tokens=min(chunk, num_unread),
@@ -133,7 +133,7 @@ class Scheduler:
 
         Returns None where the plan reads no prompts.
         """
-        if not plan.reads:
+        if not plan.reads_prompts:
             return None
         max_tokens, drafter = plan.max_tokens, self._drafter
         if plan.counts_verified and max_tokens is not None:
@@ -148,7 +148,7 @@ class Scheduler:
 
     def record(self, plan: ForwardPlan, num_rows: int, num_nodes: int) -> None:
         """Remember the number of nodes that a pass has verified in each of num_rows rows."""
-        if num_rows and plan.drafts:
+        if num_rows and plan.allows_drafts:
             self._drafted_size = num_nodes
 
     def retire(self) -> None:
@@ -234,7 +234,7 @@ class Scheduler:
         self._timing.num_reused_tokens += num_shared
         request.stats.num_cached_tokens = num_shared
         self.reader.add(request.row, prompt)
-        output = request.output_ids if request.request.drafts else []
+        output = request.output_ids if request.request.allows_drafts else []
         self._row_texts[request.row] = prompt, output
         self.prefilling.append(request)
         return True

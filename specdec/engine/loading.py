@@ -149,18 +149,19 @@ def load_weights(
     device: torch.device,
     *,
     rank: int = 0,
-    drafts: bool = True,
+    with_drafter: bool = True,
     is_packed: bool = False,
     kernels: NativeKernels | None = None,
 ) -> dict[str, Weight]:
     """Check and load a rank's files of an engine: its part of the target, on rank 0 the drafter.
 
-    is_packed: linears are about to pack their matrices, which need no copy before that. kernels:
-    what packs them, or reads those that the engine holds packed.
+    with_drafter: whether rank 0 loads the drafter. is_packed: linears are about to pack their
+    matrices, which need no copy before that. kernels: what packs them, or reads those that the
+    engine holds packed.
     """
     model, drafter = config.checkpoint.model, config.checkpoint.drafter
-    engine_names = set(list_engine_tensors(model, drafter if drafts else None))
-    if drafts and config.draft_vocab_size is not None:
+    engine_names = set(list_engine_tensors(model, drafter if with_drafter else None))
+    if with_drafter and config.draft_vocab_size is not None:
         engine_names.add(name_offsets(engine_names))
     names = [name_weight_file(model, rank)] + ([DRAFTER_NAME] if rank == 0 else [])
     weights: dict[str, Weight] = {}

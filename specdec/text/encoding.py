@@ -97,25 +97,38 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def choose_form(
-    settings: DecodeSettings, prompts: Sequence[Prompt], tokenizer: Any, *, is_chat: bool
-) -> bool:
-    """Return whether texts are put into the chat template, and log what they are taken as.
+def applies_template(settings: DecodeSettings, tokenizer: Any, *, by_default: bool) -> bool:
+    """Return whether texts are put into the chat template.
 
-    is_chat: whether they are where the tokenizer has a template and the settings say neither.
+    by_default: whether they are where the tokenizer has one and the settings say neither.
     """
-    has_template = tokenizer is not None and bool(tokenizer.chat_template)
     choice = settings.apply_chat_template
-    applies = (is_chat and has_template) if choice is None else choice
+    return (by_default and _has_template(tokenizer)) if choice is None else choice
+
+
+def check_template_use(
+    settings: DecodeSettings, prompts: Sequence[Prompt], tokenizer: Any, *, by_default: bool
+) -> None:
+    """Log what texts are taken as, and what of prompts the chat template leaves unread.
+
+    Raises UsageError for a --chat-template that no prompt is put into. by_default: as in
+    `applies_template`.
+    """
+    has_template = _has_template(tokenizer)
+    applies = applies_template(settings, tokenizer, by_default=by_default)
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
     if not applies and len(texts) == len(prompts):
         _refuse_template(settings)
     # An error of `encode_prompt` tells of a template that is missing.
     if texts and not (applies and not has_template):
-        _log_form(texts, tokenizer, applies=applies, is_chat=is_chat, is_chosen=choice is not None)
-    if not is_chat:  # else a run follows, which says it
+        is_chosen = settings.apply_chat_template is not None
+        _log_form(texts, tokenizer, applies=applies, by_default=by_default, is_chosen=is_chosen)
+    if not by_default:  # else a run follows, which says it
         _log_unread(prompts, str(getattr(tokenizer, "chat_template", None)))
-    return applies
+
+
+def _has_template(tokenizer: Any) -> bool:
+    return tokenizer is not None and bool(tokenizer.chat_template)
 
 
 def _refuse_template(settings: DecodeSettings) -> None:
@@ -139,11 +152,11 @@ def _log_unread(prompts: Sequence[Prompt], template: str) -> None:
 
 
 def _log_form(
-    texts: Sequence[str], tokenizer: Any, *, applies: bool, is_chat: bool, is_chosen: bool
+    texts: Sequence[str], tokenizer: Any, *, applies: bool, by_default: bool, is_chosen: bool
 ) -> None:
     """Log whether prompts are put into the chat template, and how to ask for the opposite."""
-    has_template = tokenizer is not None and bool(tokenizer.chat_template)
-    if applies and is_chat:
+    has_template = _has_template(tokenizer)
+    if applies and by_default:
         logger.info(
             "prompts: each is a user's turn in the model's chat template"
             " (--no-apply-chat-template: text to continue)"
@@ -153,7 +166,7 @@ def _log_form(
                 "%s in a prompt is taken as text, not as a special token: give prompts that are"
                 " formatted already with --no-apply-chat-template", join_names(names),
             )  # fmt: skip
-    elif is_chat or (has_template and not is_chosen):
+    elif by_default or (has_template and not is_chosen):
         alternative = "the model has no chat template"
         if has_template:
             alternative = "--apply-chat-template: a user's turn in the model's chat template"

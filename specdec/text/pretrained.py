@@ -112,9 +112,9 @@ def warn_of_other_ids(folder: Path) -> None:
 KEY_MAPPING = {f"^{re.escape(wrapper_name)}": text_name for wrapper_name, text_name in NAMES}
 
 
-def load_config(source: str | Path, flag: str = "--model-dir") -> Any:
+def load_config(source: str | Path) -> Any:
     """Return a model's configuration as transformers reads it, which says what config.json says."""
-    return _read_config(source, flag)[0]
+    return _read_config(source, "--model-dir")[0]
 
 
 def _read_config(source: str | Path, flag: str) -> tuple[Any, Rotary]:

@@ -240,7 +240,7 @@ def find_sampling_problems(request: Request, folder: EngineFolder) -> Problems:
          SHAPED[shaping[0]] if shaping else ""),
         (request.num_logprobs is not None, f"{label} asks for log-probabilities{unoffered}", remedy,
          "logprobs"),
-        (not request.drafts and folder.mode is not None,
+        (not request.allows_drafts and folder.mode is not None,
          f"{label} asks for decoding without drafts{unoffered}", remedy, "speculation"),
         (request.draft_method is not None or request.max_draft_tokens is not None,
          f"{label} chooses how it is drafted for{unoffered}", remedy, "speculation"),

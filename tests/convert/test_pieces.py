@@ -306,7 +306,7 @@ def test_a_drafter_whose_method_is_not_given_is_fetched(
         return SimpleNamespace(path=tmp_path)
 
     monkeypatch.setattr(drafter, "open_model", open_model)
-    monkeypatch.setattr(drafter, "check_flags", lambda settings: opened.append("checked"))
+    monkeypatch.setattr(drafter, "check_settings", lambda settings: opened.append("checked"))
     monkeypatch.chdir(tmp_path)
     fetch = drafter.fetch_drafter
     assert fetch(ConvertSettings(drafter_model_dir="org/a")) == tmp_path
@@ -343,10 +343,10 @@ def test_options_of_methods_and_their_folders(tmp_path: Path) -> None:
         "model_dir": "m", "output_dir": Path("o"), "quantization": "fp8",
     }  # fmt: skip
     with pytest.raises(UsageError, match="--quantization fp8 without --calibration-data"):
-        flags.check_flags(ConvertSettings(**given))
+        flags.check_settings(ConvertSettings(**given))
     with pytest.raises(SpecDecError, match="--calibration-data .*absent.txt does not exist"):
-        flags.check_flags(ConvertSettings(**given, calibration_data=tmp_path / "absent.txt"))
+        flags.check_settings(ConvertSettings(**given, calibration_data=tmp_path / "absent.txt"))
     (tmp_path / "texts.txt").write_text("a")
-    flags.check_flags(ConvertSettings(**given, calibration_data=tmp_path / "texts.txt"))
+    flags.check_settings(ConvertSettings(**given, calibration_data=tmp_path / "texts.txt"))
     with pytest.raises(UsageError, match="missing --output-dir"):
-        flags.check_flags(ConvertSettings(model_dir="m"))
+        flags.check_settings(ConvertSettings(model_dir="m"))

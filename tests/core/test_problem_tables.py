@@ -517,7 +517,9 @@ def make_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
             ),
             "prompt 0 asks for a penalty": lambda: find_sampling(min_p=0.5),
             "prompt 0 asks for log-prob": lambda: find_sampling(num_logprobs=1),
-            "prompt 0 asks for decoding without": lambda: find_sampling("medusa", drafts=False),
+            "prompt 0 asks for decoding without": lambda: find_sampling(
+                "medusa", allows_drafts=False
+            ),
             "prompt 0 chooses how it is drafted": lambda: find_sampling(max_draft_tokens=2),
             "prompt 0 asks for structured": lambda: find_sampling(grammar=SimpleNamespace()),
             "prompt 0 has top_k 99999": lambda: find_sampling(temperature=1.0, top_k=99999),

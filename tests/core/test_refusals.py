@@ -250,7 +250,7 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
          "name each server once"),
         (f"{DATA} o.json", "--output is o.json", "name a .jsonl file, as specdec-train takes it"),
     ],
-    "specdec.train.pipeline": [
+    "specdec.train.flags": [
         (f"{TRAIN} --max-steps 3 --num-epochs 1", "both --max-steps and --num-epochs are given",
          ONE),
         (f"{TRAIN} --num-epochs 0", "--num-epochs is 0",

@@ -101,7 +101,7 @@ def test_whole_prompts_are_read_before_running_requests_go_on() -> None:
     world.step()
     world.add([2] * 40)
     plans = world.step()
-    assert plans == [ForwardPlan(reads=True)]
+    assert plans == [ForwardPlan(reads_prompts=True)]
     assert world.passes == [(False, {0: 5}), (False, {1: 40})]
     assert world.step() == [ForwardPlan(verifies=True)]
 
@@ -119,7 +119,10 @@ def test_prompts_come_in_chunks_beside_running_requests(joins: bool) -> None:
             num_tokens = min(16, unread)
             assert plans == [ForwardPlan(True, True, True, 16, False, num_tokens)]
         else:
-            assert plans == [ForwardPlan(reads=True, max_tokens=16), ForwardPlan(verifies=True)]
+            assert plans == [
+                ForwardPlan(reads_prompts=True, max_tokens=16),
+                ForwardPlan(verifies=True),
+            ]
     assert [read for _, read in world.passes[1:] if read] == [{1: 16}, {1: 16}, {1: 8}]
     assert world.scheduler.max_prefill == 4 * 16  # of a drafter, in a step
     assert len(first.output_ids) == 4  # no step went by without a token of the running request
@@ -161,7 +164,7 @@ def test_drafts_of_running_requests_share_the_chunk_with_prompts() -> None:
     world.add([2] * 100)
     world.scheduler._drafter.is_indivisible = True
     (plan,) = world.step(nodes=8)
-    assert plan.drafts
+    assert plan.allows_drafts
     assert world.passes[-1] == (True, {1: 64 - 8})
 
 
@@ -243,7 +246,7 @@ def test_log_probabilities_of_a_prompt_need_all_of_it() -> None:
 def test_an_output_without_drafts_is_not_gone_on_from() -> None:
     """A drafter has not seen it."""
     world = World(2, reuses=True)
-    world.add([1, 2, 3, 4], limit=3, drafts=False)
+    world.add([1, 2, 3, 4], limit=3, allows_drafts=False)
     for _ in range(3):
         world.step()
     world.add([1, 2, 3, 4, 7, 7, 8])

@@ -292,9 +292,9 @@ def test_every_command_of_the_page(small: Path, monkeypatch: pytest.MonkeyPatch)
     from specdec.decode.drafters import read_drafting
     from specdec.measure.settings import read_counts
     from specdec.train.data.pipeline import check_settings as check_data
-    from specdec.train.pipeline import check_settings as check_training
+    from specdec.train.flags import check_settings as check_training
     from specdec.train.pipeline import fill_defaults
-    from specdec.verify.settings import check_flags as check_verify_flags
+    from specdec.verify.settings import check_settings as check_verify_flags
 
     seen = set()
     for name, *arguments in read_commands():

@@ -31,7 +31,7 @@ from specdec.methods import METHODS
 from specdec.methods.lookahead import LookaheadConfig
 from specdec.methods.prompt_lookup import LookupOptions
 from specdec.methods.prompt_lookup import read_options as read_lookup_options
-from specdec.run.pipeline import check_flags, run_engine
+from specdec.run.pipeline import check_settings, run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
 from tests.engines import call, list_paths, list_requests, make_engine
@@ -314,7 +314,7 @@ def test_flags_of_prompt_lookup() -> None:
 )
 def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_flags(settings(**flags))
+        check_settings(settings(**flags))
 
 
 def test_the_default_window_is_the_largest_that_fits() -> None:

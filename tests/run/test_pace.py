@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,6 @@ def test_between_two_numbers_of_requests_costs_lie_on_a_line() -> None:
         assert grid.estimate(rows, np.array([8])).tolist() == [seconds]
     table = CostTable(steps=grid)
     assert table.estimate_steps(10, np.array([4])).tolist() == [16.0], "as many tokens"
-    assert table.estimate_steps(1, np.array([8]), 0, 100).tolist() == [8.0]
-    far = CostTable(steps=grid, context=smooth({1: 0.01, 8: 0.08}))
-    assert far.estimate_steps(1, np.array([1, 8, 16]), 0, 100).tolist() == [2.0, 16.0, 32.0]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2.5, 4, 9])
@@ -177,6 +175,18 @@ def test_large_steps_that_never_pay_make_no_small_draft_dear() -> None:
     values = pace.value([likely, unlikely, []])
     assert values[0] == pytest.approx(1.0 - 0.03 * pace.forecast.rate, abs=0.01), "three of them"
     assert values[1:] == [pytest.approx(0, abs=0.01), 0.0]
+
+
+def test_positions_of_the_context_have_their_price_for_each_node() -> None:
+    """Beside 1,000 of them here a node costs as much as a plain step; without, next to nothing."""
+    costs = make_costs(step=lambda tokens: 1.0 + 0.01 * tokens)
+    costs = dataclasses.replace(costs, context=smooth({1: 0.001, 8: 0.008}))
+    sizes = []
+    for num_positions in (0, 1000):
+        pace = Pace(8, costs)
+        pace.plan([100], num_positions=num_positions)
+        sizes.append(pace.forecast.best_size)
+    assert sizes[0] > 2 > sizes[1], sizes
 
 
 def test_a_brief_draft_is_verified_where_that_beats_a_plain_step() -> None:

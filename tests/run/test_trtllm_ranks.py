@@ -265,7 +265,7 @@ def test_eagle_decodes_greedily_whatever_the_temperature(eagle_folder: EngineFol
     ((fact, remedy),) = find_sampling_problems(sampled, eagle_folder)
     assert "samples with temperature 0.7, and TensorRT-LLM's EAGLE decodes greedily" in fact
     assert remedy == "leave the temperature out"
-    asking = dataclasses.replace(request, num_logprobs=0, drafts=False)
+    asking = dataclasses.replace(request, num_logprobs=0, allows_drafts=False)
     (logprobs, _), (drafts, _) = find_sampling_problems(asking, eagle_folder)
     assert "asks for log-probabilities, which is not offered" in logprobs
     assert "asks for decoding without drafts, which is not offered" in drafts

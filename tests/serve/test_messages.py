@@ -191,6 +191,22 @@ def test_the_assistants_last_message_is_continued(url: str) -> None:
     assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
+def test_after_a_call_an_answer_begins(url: str) -> None:
+    """As by /api/chat; the text before the call is not continued."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
+    text = {"type": "text", "text": "so it"}
+    ended = [*USER, {"role": "assistant", "content": [text, call]}]
+    counted = post(url, COUNT, messages=ended, model=MODEL, tools=[TOOL])
+    asked = {"role": "user", "content": "?"}
+    later = post(url, COUNT, messages=[*ended, asked], model=MODEL, tools=[TOOL])
+    function = {"name": "add", "arguments": json.dumps({"a": 1})}
+    calls = [{"id": "toolu_1", "type": "function", "function": function}]
+    chat = [*USER, {"role": "assistant", "content": "so it", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+    tokens = post(url, "/tokenize", messages=chat, tools=tools)
+    assert counted["input_tokens"] == tokens["count"] < later["input_tokens"]
+
+
 def test_tools_without_a_schema_are_left_out_and_listed(url: str) -> None:
     hosted = [
         {"type": "web_search_20250305", "name": "web_search"},

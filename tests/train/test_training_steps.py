@@ -73,8 +73,8 @@ def make_method(**changes: Any) -> TrainingMethod:
         "build": lambda settings, target: LinearDrafter(3, 2),
         "describe": lambda drafter, target: {"width": drafter.in_features, "name": target.name},
         "convert_folder": "--medusa-model-dir",
-        "list_shared": lambda target: {"shared": target.table},
-        "list_copies": lambda target: {"shared": target.table},
+        "list_written_copies": lambda target: {"shared": target.table},
+        "list_accepted_copies": lambda target: {"shared": target.table},
     }  # fmt: skip
     return TrainingMethod(**values | changes)
 
@@ -255,19 +255,19 @@ def test_weights_of_a_drafter_that_was_written(
         derived_tensors=("mask",),
     )  # fmt: skip
     logging.getLogger("specdec").propagate = True
-    job.load_weights(drafter, file, method, {"shared": torch.ones(9)})
+    job.copy_weights(drafter, file, method, {"shared": torch.ones(9)})
     assert "shared" not in caplog.text
     assert torch.equal(drafter.body.weight, weight)
     assert torch.equal(drafter.extra.weight, fresh)
     caplog.clear()
-    job.load_weights(drafter, file, method, {"shared": torch.ones(9) + 0.05})
+    job.copy_weights(drafter, file, method, {"shared": torch.ones(9) + 0.05})
     assert "shared in" in caplog.text, "quantized"
     assert "is off by 4.8 % from the target's" in caplog.text
     for other in (torch.zeros(9), torch.ones(8)):
         with pytest.raises(SpecDecError, match=r"shared \[9\] in .* is not the target's \["):
-            job.load_weights(drafter, file, method, {"shared": other})
+            job.copy_weights(drafter, file, method, {"shared": other})
     with pytest.raises(SpecDecError) as caught:
-        job.load_weights(drafter, file, make_method(), {})
+        job.copy_weights(drafter, file, make_method(), {})
     for fact in (
         f"extra.weight in {path} is missing, of this training [1, 1]",
         f"shared in {path} is [9], of this training missing",
@@ -281,7 +281,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     save_file({"weight": torch.full((2, 3), torch.nan), "bias": torch.zeros(2)}, path)
     drafter: Any = LinearDrafter(3, 2)
     with pytest.raises(SpecDecError, match="1 tensor in .* no finite numbers: weight"):
-        job.load_weights(drafter, TensorFile(path), make_method(), {})
+        job.copy_weights(drafter, TensorFile(path), make_method(), {})
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:

@@ -360,26 +360,27 @@ class TrainingMethod:
     """Entry of a method in the registry.
 
     describe: a drafter and its target -> its config.json. convert_flags: arguments of
-    specdec-convert besides the drafter's folder, which follows `convert_folder`. list_shared:
-    tensors of the target that the written file repeats, by their names there. choose_layers: the
+    specdec-convert besides the drafter's folder, which follows `convert_folder`. choose_layers: the
     target's layers, from 0, whose outputs are read as `Features.auxiliary`, from the settings and
     the target's configuration. find_first_weights: gives a drafter that has taken no step better
     weights to begin with, from the target's states of training rows, alike in every process.
-    optional_prefixes: beginnings of tensors' names that a drafter of --start-from may lack; such
-    tensors begin anew. Others' drafters may further have: list_copies, tensors of the target by
-    their names there, which must be equal; published_prefixes, other beginnings of names -> ours;
-    derived_tensors, which follow from the others and are passed over.
+    list_written_copies: tensors of the target that the written file repeats, by their names there.
+
+    Of the file of --start-from, which others may have written: list_accepted_copies, tensors of the
+    target that it may repeat, by their names there, and that must be equal; optional_prefixes,
+    beginnings of the names of tensors that it may lack, which begin anew; published_prefixes, other
+    beginnings of names -> ours; derived_tensors, which follow from the others and are passed over.
     """
 
     build: Callable[[TrainSettings, FrozenTarget], TrainableDrafter]
     describe: Callable[[Any, FrozenTarget], Mapping[str, Any]]
     convert_folder: str
     convert_flags: Callable[[TrainSettings], list[str]] = lambda settings: []
-    list_shared: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
     choose_layers: Callable[[TrainSettings, Any], tuple[int, ...]] = lambda settings, config: ()
     find_first_weights: Callable[[TrainSettings, Any, FrozenTarget, TokenRows], None] | None = None
+    list_written_copies: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
+    list_accepted_copies: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
     optional_prefixes: tuple[str, ...] = ()
-    list_copies: Callable[[FrozenTarget], Mapping[str, Tensor]] = lambda target: {}
     published_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived_tensors: tuple[str, ...] = ()
     weights_name: str = "model.safetensors"

@@ -353,7 +353,7 @@ def describe_dflash(drafter: DFlash, target: FrozenTarget) -> Mapping[str, Any]:
     }
 
 
-def list_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
+def list_accepted_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
     """Return the target's embedding and output layer, which DeepSpec's drafters repeat."""
     assert target.head is not None
     return {"embed_tokens.weight": target.table, "lm_head.weight": target.head.weight}
@@ -365,6 +365,6 @@ METHOD = TrainingMethod(
     convert_folder="--dflash-model-dir",
     choose_layers=choose_layers,
     optional_prefixes=("markov_head.",),
-    list_copies=list_copies,
+    list_accepted_copies=list_accepted_copies,
     needs_head=True,
 )

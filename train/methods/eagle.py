@@ -163,12 +163,12 @@ def describe_eagle(drafter: Eagle, target: FrozenTarget) -> Mapping[str, Any]:
     }
 
 
-def list_shared(target: FrozenTarget) -> Mapping[str, Tensor]:
+def list_written_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
     """Return the target's embedding, which SafeAILab's EAGLE-1 repeats and EAGLE-3 does not."""
     return {} if target.aux_layers else {"embed_tokens.weight": target.table}
 
 
-def list_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
+def list_accepted_copies(target: FrozenTarget) -> Mapping[str, Tensor]:
     """Return the target's embedding, which published drafters of both kinds may repeat."""
     return {"embed_tokens.weight": target.table}
 
@@ -200,8 +200,8 @@ METHOD = TrainingMethod(
     convert_folder="--eagle-model-dir",
     convert_flags=list_convert_flags,
     choose_layers=choose_layers,
-    list_shared=list_shared,
-    list_copies=list_copies,
+    list_written_copies=list_written_copies,
+    list_accepted_copies=list_accepted_copies,
     # A single layer's names and the mask of drafted tokens, as SafeAILab, ModelOpt and SpecForge
     # save them; the mask follows from d2t.
     published_prefixes={"midlayer.": "layers.0."},
