@@ -78,11 +78,14 @@ class Parser(AnswerReader):
         """Read content and the calls that begin with markers; leave out the marks around a text."""
         marks = self._reasoning.text_marks if self._reasoning is not None else ()
         fences = [FENCE] if form is not None and not (self._needs_marker or self._is_inner) else []
-        while marker := (yield from self._copy(*marks, *markers, *fences)):
+        ends = [self._text_end] if self._text_end else []
+        while marker := (yield from self._copy(*marks, *ends, *markers, *fences)):
             if form is not None and marker == FENCE:
                 yield from self._read_last_calls(form, FENCE, "content")
             elif form is not None and marker in markers:
                 yield from self._read_marked(form, marker)
+            elif marker in ends:
+                yield from self._end_text(marker, markers)
             else:
                 end = self._text.index(marker, self._position) + len(marker)
                 self._position = yield from self._skip(end)
@@ -117,6 +120,7 @@ class Parser(AnswerReader):
                 position = self._text.index(form.end, self._position) + len(form.end)
                 self.reasoning_end = position
                 self._position = yield from self._skip(position)
+                yield from self._begin_text(form)
                 return
             start = self._text.index(tools.begin, self._position)
             if (
