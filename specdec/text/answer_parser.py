@@ -392,7 +392,7 @@ class Parser(AnswerReader):
             self._begin_call(name)
         scan, is_over = JsonScan(position), False
         while not is_over:
-            is_over = scan.run(self._text)
+            is_over = scan.run(self._text, is_last=self._is_over and not self._is_cut)
             if self._is_over and not is_over:  # cut off, perhaps after a backslash
                 scan.position, is_over = len(self._text), True
             self._add_arguments(scan.take())

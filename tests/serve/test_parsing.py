@@ -93,6 +93,11 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "<|tool_call_end|>so", "so",
      [("f", '{"a":1}'), ("get.time", r'{ "t" : "a \"b\" it' + r"""'s\n", "l":[null, [1, 2]]}""")]),
     ("lfm2", "Well. <|tool_call_start|>f()<|tool_call_end|>", "Well.", [("f", "{}")]),
+    # As LFM2.5's template writes texts, with apostrophes as they are.
+    ("lfm2", "<|tool_call_start|>[f(t='it's \"a\" 'b', no?', a=1), f(t='say('x')' , ), f(t='o'' )]"
+     "<|tool_call_end|>so", "so", [("f", '{"t":"it\'s \\"a\\" \'b\', no?", "a":1}'),
+                                 ("f", '{"t":"say(\'x\')"  }'), ("f", '{"t":"o\'" }')]),
+    ("lfm2", "<|tool_call_start|>f(t='it's')", "", [("f", '{"t":"it\'s"}')]),
     ("lfm2", f"<|tool_call_start|>[{JSON_F}, {JSON_G}]<|tool_call_end|>", "", [F, G]),
     ("lfm2", "<|tool_call_start|>f, g<|tool_call_end|>",
      "<|tool_call_start|>f, g<|tool_call_end|>", []),
