@@ -71,6 +71,16 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n  </function>\n</tool_call>so",
      "so", [F]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</tool_call>\n", "", [F]),
+    # In one line, where the argument is no text; a text may have such tags.
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1 <parameter=t>x</parameter></function>"
+     "</tool_call>so", "so", [("f", '{"a": 1, "t": "x"}')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>so", "so", [F]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>[1, <parameter=b>]</parameter>"
+     "<parameter=t>x <parameter=a></parameter></function></tool_call>", "",
+     [("f", '{"a": "[1, <parameter=b>]", "t": "x <parameter=a>"}')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=t>x <parameter=a> y</function></tool_call> z"
+     "</parameter></function></tool_call>", "",
+     [("f", '{"t": "x <parameter=a> y</function></tool_call> z"}')]),
     ("qwen3_coder", "<tool_call><function=f>\n<parameter=t>\nx\n<parameter=b>\n<parameter=t>\n"
      "</function>\ny <parameter=a>\n</parameter></function></tool_call>", "",
      [("f", '{"t": "x\\n<parameter=b>\\n<parameter=t>\\n</function>\\ny <parameter=a>"}')]),
