@@ -15,6 +15,8 @@ from specdec.text.prompts import Check
 from .answers import ChatAnswer, Choice
 from .protocol import BadRequest, refuse
 from .schema import (
+    MAX_STOP_LETTERS,
+    MAX_STOPS,
     STOP,
     TEXT,
     ConversationBody,
@@ -46,7 +48,10 @@ IGNORED = (
     "user_profile_id", "workspace_id", "betas", "context_management", "billing_policy",
 )  # fmt: skip
 SYSTEM: Check = (lambda v: is_text(v) or is_list(v, is_object), "a text or a list of texts")
-STOP_SEQUENCES: Check = (lambda v: isinstance(v, list) and STOP[0](v), STOP[1])
+STOP_SEQUENCES: Check = (
+    lambda v: isinstance(v, list) and STOP[0](v),
+    f"a list of at most {MAX_STOPS} texts of at most {MAX_STOP_LETTERS} characters",
+)
 
 
 def describe_error(error: BadRequest) -> dict[str, Any]:

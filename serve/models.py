@@ -46,7 +46,7 @@ def place_models(settings: ServeSettings) -> ServeSettings:
         )
     models = {name: model for name in PLACES if (model := getattr(settings, name)) is not None}
     for name, model in models.items():
-        if not is_model(model):
+        if not is_model(model, needs_owner=False):
             raise UsageError(
                 f"{name_flag(name)} {model} is no model's folder, GGUF file or Hub id",
                 f"check the path; an engine folder is given as {name_flag(PLACES[name])}",
@@ -70,6 +70,7 @@ def hold_engines(stack: contextlib.ExitStack, settings: ServeSettings) -> ServeS
         draft=settings.draft_model_dir, device=settings.device,
         limits={"max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len},
         options={} if settings.quantization is None else {"quantization": settings.quantization},
+        needs_owner=False,
     )  # fmt: skip
     changes: dict[str, Any] = {"engine_dir": Path(folders.engine)}
     if settings.draft_model_dir is not None:

@@ -199,11 +199,12 @@ def _read_items(items: Any, instructions: str | None) -> Turns:
 def _read_item(item: Mapping[str, Any], item_type: Any, path: str) -> Message:
     """Convert one item to a message."""
     if item_type == "message":
-        return {"role": item.get("role"), "content": _read_text(item.get("content"), path)}
+        text = _read_text(item.get("content"), f"{path}.content")
+        return {"role": item.get("role"), "content": text}
     if item_type in CALL_ITEMS:
         return _read_call(item, item_type, path)
     if item_type in OUTPUT_ITEMS:
-        text = _read_text(item.get("output"), path)
+        text = _read_text(item.get("output"), f"{path}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     reason = "nothing is stored" if item_type == "item_reference" else "it is not supported"
     raise refuse(path, f"is of type {shorten(item_type)}: {reason}")
@@ -224,14 +225,16 @@ def _read_call(item: Mapping[str, Any], item_type: str, path: str) -> Message:
 
 
 def _read_reasoning(item: Mapping[str, Any], path: str) -> str:
-    return _read_text(item.get("content") or item.get("summary") or [], path)
+    key = "content" if item.get("content") else "summary"
+    return _read_text(item.get(key) or [], f"{path}.{key}")
 
 
 def _read_text(content: Any, path: str) -> str:
     """Return the text of an item's content, which may be a list of texts with types."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
-        raise refuse(path, f"has {shorten(content)} where a text belongs")
+        fault = f"is {shorten(content)}, not a text or a list of texts"
+        raise refuse(path, "is missing" if content is None else fault)
     texts = []
     for block in blocks:
         block_type = block.get("type") if isinstance(block, dict) else None

@@ -422,7 +422,7 @@ class ConversationBody(GenerationBody):
 
     def list_tools(self) -> list[tuple[str, Any]]:
         """Return the tools that the model may call, each after its path in the body."""
-        if not self.tools:
+        if self.tools is None:
             return []
         if not isinstance(self.tools, list) or len(self.tools) > MAX_TOOLS:
             reason = f"is {shorten(self.tools)}, not a list of at most {MAX_TOOLS}"

@@ -167,7 +167,7 @@ def _read_function(tool: Any, path: str, body: ConversationBody) -> Mapping[str,
 
 
 def _check_function(function: Mapping[str, Any], path: str, schema_key: str) -> None:
-    """Raise BadRequest for a function whose name or parameters are wrong.
+    """Raise BadRequest for a function whose name, parameters or `strict` are wrong.
 
     schema_key: the key of the parameters in the body.
     """
@@ -178,6 +178,8 @@ def _check_function(function: Mapping[str, Any], path: str, schema_key: str) -> 
         raise refuse(f"{path}.{schema_key}", f"is {shorten(parameters)}, not an object")
     if (kind := (parameters or {}).get("type", "object")) != "object":
         raise refuse(f"{path}.{schema_key}.type", f"is {shorten(kind)}, not 'object'")
+    if not isinstance(strict := function.get("strict"), (bool, type(None))):
+        raise refuse(f"{path}.strict", f"is {shorten(strict)}, not true or false")
 
 
 def _read_choice(choice: Any, is_flat: bool) -> ToolChoice:

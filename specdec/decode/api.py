@@ -32,6 +32,7 @@ from specdec.decode.settings import DecodeSettings
 from specdec.errors import (
     EngineBusyError,
     EngineLostError,
+    PromptError,
     SpecDecError,
     StepError,
     UsageError,
@@ -39,6 +40,7 @@ from specdec.errors import (
 )
 from specdec.files.backends import find_backend
 from specdec.files.session_files import SessionFolder
+from specdec.files.vocabulary import has_same_tokens
 from specdec.system import logs
 from specdec.text.call_formats import AUTO, NO_FORMATS, ChatFormats
 from specdec.text.call_probe import choose_formats
@@ -350,10 +352,11 @@ class Engine:
         if takes_room and length <= max_input_len:
             request = dataclasses.replace(request, max_output_len=room)
         core.check_requests([request])
-        return request
+        return dataclasses.replace(request, vocabulary=core.config.vocabulary)
 
     def encode(self, prompt: AnyPrompt) -> list[int]:
         """Return the token ids of a prompt, however many; any thread may call this at any time."""
+        self._get_core()
         checked_prompt = fill_prompt(ONLY, prompt, Prompt())
         return encode_prompt(checked_prompt, self._settings, self.tokenizer)[1]
 
@@ -374,6 +377,7 @@ class Engine:
                     )
                 request = prompt
                 core.check_requests([request])  # another engine may have prepared it
+                _check_vocabulary(request, core)
             else:
                 (request,) = self._make_requests(core, [prompt], make_defaults(settings), ONLY)
             is_idle = self._batch is None or not self._batch.is_busy
@@ -473,6 +477,18 @@ class Engine:
             checked_prompts, self._settings, self.tokenizer, self._end_ids,
             lambda grammar: self._grammars.compile(grammar), first_index, repeats,
         )  # fmt: skip
+
+
+def _check_vocabulary(request: Request, core: TorchEngine) -> None:
+    """Raise PromptError for a request of an engine whose token ids mean something else here."""
+    theirs, own = request.vocabulary, core.config.vocabulary
+    if theirs is not None and own is not None and not has_same_tokens(theirs, own):
+        raise PromptError(
+            f"{request.name} was prepared by an engine with another tokenizer, whose token ids"
+            " mean something else here",
+            "let this engine prepare it",
+            field="text",
+        )
 
 
 class Stream:

@@ -31,15 +31,19 @@ class LoadedFolders:
     options: Mapping[str, Any]
 
 
-def is_model(name: str | Path | None) -> bool:
-    """Return whether a name is a model's: a folder of Hugging Face, a GGUF file, or a Hub id."""
+def is_model(name: str | Path | None, *, needs_owner: bool = True) -> bool:
+    """Return whether a name is a model's: a folder of Hugging Face, a GGUF file, or a Hub id.
+
+    needs_owner: whether a Hub id has one, as where a name without may be that of an engine folder.
+    """
     if not name or not isinstance(name, (str, Path)):  # which is refused with the other options
         return False
     path = Path(name)
     if path.exists():
         return find_gguf(path) is not None or (path.is_dir() and look_at(path).kind == MODEL)
-    has_owner = "/" in str(name) and not path.parent.exists()  # else it is a path that is wrong
-    return has_owner and is_hub_id(str(name))
+    if "/" in str(name):
+        return not path.parent.exists() and is_hub_id(str(name))  # else it is a path that is wrong
+    return not needs_owner and is_hub_id(str(name))
 
 
 def make_engines(
@@ -51,19 +55,20 @@ def make_engines(
     limits: Mapping[str, int | None],
     device: str,
     options: Mapping[str, Any],
+    needs_owner: bool = True,
 ) -> LoadedFolders:
     """Return the folders of an engine, which is made where `path` is a model.
 
     stack: keeps made engines in the cache until it is closed. drafter, draft: as of `Engine.load`.
-    limits: max_batch_size and max_seq_len.
+    limits: max_batch_size and max_seq_len. needs_owner: as of `is_model`.
     """
     decode_names = get_flags(DecodeSettings)
     model_options = {name: value for name, value in options.items() if name not in decode_names}
     decode_options = {name: value for name, value in options.items() if name in decode_names}
-    if not is_model(path):
+    if not is_model(path, needs_owner=needs_owner):
         _refuse_model_options(path, drafter, model_options)
         return LoadedFolders(engine=path, draft=draft, tokenizer=None, options=options)
-    has_draft_model = is_model(draft)
+    has_draft_model = is_model(draft, needs_owner=needs_owner)
     fixed = {
         **limits, "model_dir": str(path), "device": device,
         "drafter_model_dir": None if drafter is None else str(drafter),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -49,7 +49,8 @@ class Request:
     too; it is then read whole, not taken from the cache. allows_drafts: False decodes one token per
     step. draft_method: the one of the engine's methods that drafts, None for all. max_draft_tokens:
     tokens of a step's draft that are verified at most, None for the engine's. keep_trees: return
-    the tree of every step. grammar: what the output keeps to.
+    the tree of every step. grammar: what the output keeps to. vocabulary: of the engine that
+    has prepared it, None where it is unknown.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Request:
     max_draft_tokens: int | None = None
     keep_trees: bool = False
     grammar: Grammar | None = None
+    vocabulary: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .answer_reader import FENCE, AnswerReader, Delta, Reading
-from .call_arguments import SchemaReader, may_be_arguments, read_argument, write_arguments
-from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, TagForm, ToolFormat
+from .answer_reader import FENCE, Delta, Reading
+from .call_arguments import may_be_arguments, write_arguments
+from .call_formats import MAX_NAME, NAME_LETTERS, ReasoningFormat, ToolFormat
 from .json_scan import JsonScan, is_json, read_json_text
+from .tag_reader import TagReader
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 # The JSON of a call up to its arguments, which a stream may send before the call has ended.
@@ -29,7 +30,7 @@ _PYTHON_NAME = re.compile(rf"({NAME_LETTERS}{{1,{MAX_NAME}}})\s*(?=\()")
 _PYTHON_NAME_SO_FAR = re.compile(rf"{NAME_LETTERS}{{0,{MAX_NAME}}}\s*")
 
 
-class Parser(AnswerReader):
+class Parser(TagReader):
     """Parser of one answer. `feed` it text, then `finish`; both return a stream's deltas."""
 
     def __init__(
@@ -55,10 +56,9 @@ class Parser(AnswerReader):
         """
         self.marks = marks or {}
         self._reasoning, self._thinking, self._has_thoughts = reasoning, thinking, has_thoughts
-        self._schemas = schemas or {}
         self._needs_marker, self._is_inner = needs_marker, is_inner
         self.reasoning_end = 0  # position in the text that was fed
-        super().__init__(tools)
+        super().__init__(tools, schemas or {})
 
     def _read(self) -> Reading[None]:
         yield
@@ -78,11 +78,14 @@ class Parser(AnswerReader):
         """Read content and the calls that begin with markers; leave out the marks around a text."""
         marks = self._reasoning.text_marks if self._reasoning is not None else ()
         fences = [FENCE] if form is not None and not (self._needs_marker or self._is_inner) else []
-        while marker := (yield from self._copy(*marks, *markers, *fences)):
+        ends = [self._text_end] if self._text_end else []
+        while marker := (yield from self._copy(*marks, *ends, *markers, *fences)):
             if form is not None and marker == FENCE:
                 yield from self._read_last_calls(form, FENCE, "content")
             elif form is not None and marker in markers:
                 yield from self._read_marked(form, marker)
+            elif marker in ends:
+                yield from self._end_text(marker, markers)
             else:
                 end = self._text.index(marker, self._position) + len(marker)
                 self._position = yield from self._skip(end)
@@ -117,6 +120,7 @@ class Parser(AnswerReader):
                 position = self._text.index(form.end, self._position) + len(form.end)
                 self.reasoning_end = position
                 self._position = yield from self._skip(position)
+                yield from self._begin_text(form)
                 return
             start = self._text.index(tools.begin, self._position)
             if (
@@ -388,7 +392,7 @@ class Parser(AnswerReader):
             self._begin_call(name)
         scan, is_over = JsonScan(position), False
         while not is_over:
-            is_over = scan.run(self._text)
+            is_over = scan.run(self._text, is_last=self._is_over and not self._is_cut)
             if self._is_over and not is_over:  # cut off, perhaps after a backslash
                 scan.position, is_over = len(self._text), True
             self._add_arguments(scan.take())
@@ -455,95 +459,6 @@ class Parser(AnswerReader):
             return (yield from self._read_arguments(head[1], start, depth=0, begins=False))
         return (yield from self._read_tags(form, form.tags, head[1], head.end()))
 
-    def _read_tags(self, form: ToolFormat, tags: TagForm, name: str, position: int) -> Reading[int]:
-        """Read arguments that are texts between tags; return the end of the last one."""
-        prefix, schema, keys = "{", self._schemas.get(name), set[str]()
-        while True:
-            position = yield from self._skip(position)
-            if not (yield from self._has(position, tags.key_begin)):
-                break
-            key_start = position + len(tags.key_begin)
-            key_end = yield from self._find(tags.key_end, key_start)
-            start = yield from self._find(tags.value_begin, key_end + len(tags.key_end))
-            if key_end < 0 or start < 0:
-                return self._cut_function(prefix)
-            key = self._text[key_start:key_end].strip()
-            keys.add(key)
-            start += len(tags.value_begin)
-            end, position = yield from self._find_value_end(form, tags, start, schema, keys)
-            if end < 0:
-                return self._cut_function(prefix)
-            value = read_argument(tags.clean(self._text[start:end]), key, schema)
-            self._add_arguments(f"{prefix}{json.dumps(key)}: {value}")
-            prefix = ", "
-        if (yield from self._is_cut_between(form, tags, position, has_arguments=bool(keys))):
-            return self._cut_function(prefix)
-        self._add_arguments("{}" if prefix == "{" else "}")
-        return position
-
-    def _is_cut_between(
-        self, form: ToolFormat, tags: TagForm, position: int, *, has_arguments: bool
-    ) -> Reading[bool]:
-        """Return whether the text ends between two arguments, where a limit or half a tag does it.
-
-        Models leave out the end of a call that has arguments at times.
-        """
-        closing = form.call_end or form.end
-        if has_arguments and position == len(self._text) and not self._is_cut:
-            return False
-        if (yield from self._has(position, closing)):
-            return False
-        return any(tag.startswith(self._text[position:]) for tag in (tags.key_begin, closing))
-
-    def _find_value_end(
-        self, form: ToolFormat, tags: TagForm, start: int, schema: Any, keys: Set[str]
-    ) -> Reading[tuple[int, int]]:
-        """Find where an argument's text ends, and where what follows begins; -1 for no end.
-
-        Models leave out the tag after it at times: then a line ends it that begins with the tag of
-        another argument of the tool or with the call's end. keys: of the arguments so far.
-        """
-        position = start
-        while True:
-            end, marker = self._find_first((tags.value_end, "\n"), position)
-            if marker == tags.value_end:
-                return end, end + len(marker)
-            if not marker:
-                if self._is_over:
-                    return -1, -1
-                position = max(position, len(self._text) - len(tags.value_end) + 1)
-                yield
-                continue
-            position = yield from self._skip(end)
-            if (yield from self._begins_tag(form, tags, position, schema, keys)):
-                text = self._text[start:position].rstrip(" \t")
-                return start + len(text), position
-
-    def _begins_tag(
-        self, form: ToolFormat, tags: TagForm, position: int, schema: Any, keys: Set[str]
-    ) -> Reading[bool]:
-        """Return whether a line that begins at a position ends the argument before it."""
-        if (yield from self._has(position, tags.key_begin)):
-            key_start = position + len(tags.key_begin)
-            limit = key_start + MAX_NAME
-            while (key_end := self._text.find(tags.key_end, key_start, limit)) < 0:
-                if self._is_over or len(self._text) >= limit:
-                    return False
-                yield
-            key = self._text[key_start:key_end].strip()
-            return key not in keys and SchemaReader(schema).names_property(key)
-        return (yield from self._ends_call(form, position))
-
-    def _ends_call(self, form: ToolFormat, position: int) -> Reading[bool]:
-        """Return whether the end of a call and of all calls, or of the text, is at a position."""
-        has_end = False
-        for end in filter(None, (form.call_end, form.end)):
-            if (yield from self._has(position, end)):
-                if has_end:
-                    return True
-                has_end, position = True, (yield from self._skip(position + len(end)))
-        return has_end and position == len(self._text) and not self._is_cut
-
     def _read_name(
         self, form: ToolFormat, position: int, is_bare: bool
     ) -> Reading[re.Match[str] | None]:
@@ -578,15 +493,6 @@ class Parser(AnswerReader):
             or (letters.startswith(name) and form.may_begin_end(letters[len(name) :] + rest))
             for name in self._schemas
         )
-
-    def _cut_function(self, prefix: str) -> int:
-        """End a call whose arguments the text's end cuts off; return that end.
-
-        prefix: the marker with which the next argument would begin.
-        """
-        self._add_arguments(prefix if prefix == "{" else "")
-        self.is_call_cut = True
-        return len(self._text)
 
 
 def is_a_beginning(text: str, words: Iterable[str], is_whole: bool) -> bool:

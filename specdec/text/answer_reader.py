@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
-from .call_formats import ToolFormat, make_id
+from .call_formats import ReasoningFormat, ToolFormat, make_id
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -28,6 +28,7 @@ class AnswerReader:
         self._has_run_out = False  # whether the text ended before a call was certain
         self._deltas: list[Delta] = []
         self._texts = {"content": "", "reasoning_content": ""}
+        self._text_end = ""  # the word that may end the content, where it has begun with one
         self.content_start = 0  # where the content begins in the text that was fed
         self.calls: list[Delta] = []
         self.is_call_cut = False  # whether a call's arguments are incomplete
@@ -107,6 +108,26 @@ class AnswerReader:
             if position < len(self._text) or self._is_over:
                 return position
             yield
+
+    def _begin_text(self, form: ReasoningFormat) -> Reading[None]:
+        """Pass over the word that begins a text after reasoning, whole or cut by a limit."""
+        if form.text_begin and (yield from self._has(self._position, form.text_begin)):
+            self._position = yield from self._skip(self._position + len(form.text_begin))
+            self._text_end = form.text_end
+        elif self._is_cut and form.text_begin.startswith(self._text[self._position :]):
+            self._position = len(self._text)
+
+    def _end_text(self, word: str, markers: Sequence[str]) -> Reading[None]:
+        """Pass over a word that nothing follows, or a marker of calls; else it is content."""
+        end = self._text.index(word, self._position) + len(word)
+        next_start = yield from self._skip(end)
+        is_last = next_start == len(self._text)
+        for marker in markers:
+            is_last = is_last or (yield from self._has(next_start, marker))
+        if is_last:
+            self._position = next_start
+        else:
+            self._add(end)
 
     def _has(self, position: int, word: str) -> Reading[bool]:
         """Return whether a word stands at a position."""

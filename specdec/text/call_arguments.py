@@ -125,6 +125,11 @@ class SchemaReader:
         properties = (subschema.get("properties") for subschema in self._list_joined(self._root))
         return any(isinstance(names, dict) and name in names for names in properties)
 
+    def allows_text(self, name: str) -> bool:
+        """Return whether a property of the whole schema may be a text, or is not mentioned."""
+        schema = self.find_property(name, self._root, set())
+        return schema is None or "string" in self.find_types(schema)
+
     def find_types(self, schema: Any) -> frozenset[str]:
         """Return the JSON types of the values that a schema allows."""
         if (types := self._types.get(id(schema))) is not None:

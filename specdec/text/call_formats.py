@@ -163,16 +163,26 @@ class ReasoningFormat:
     """Markers around reasoning.
 
     is_assumed: whether each answer begins inside them. text_marks: those that may stand around the
-    text of the answer, which leaves them out.
+    text of the answer, which leaves them out. text_begin, text_end: words around a text after
+    reasoning, which may stand within any text as well.
     """
 
     begin: str
     end: str
     is_assumed: bool = False
     text_marks: tuple[str, ...] = ()
+    text_begin: str = ""
+    text_end: str = ""
+
+    def is_in(self, template: str) -> bool:
+        """Return whether a chat template writes or asks for such reasoning."""
+        return self.end in template and self.text_begin + self.text_end in template
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "granite": ReasoningFormat(
+        "<think>", "</think>", text_begin="<response>", text_end="</response>"
+    ),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", is_assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),

@@ -80,7 +80,7 @@ def choose_formats(tools: str, reasoning: str, tokenizer: Any) -> ChatFormats:
             tool_format = template_format
             _log_choice(use, template_format)
     if reasoning == AUTO:
-        marked = (form for form in REASONING_FORMATS.values() if form.end in template)
+        marked = (form for form in REASONING_FORMATS.values() if form.is_in(template))
         reasoning_format = next(marked, None)
     marks = find_marks(tool_format, reasoning_format, tokenizer)
     return ChatFormats(tool_format, reasoning_format, use, marks)

@@ -1,8 +1,8 @@
 """Reading of a JSON value in a text that grows, such as a call's arguments, and where it ends.
 
 Models write at times what only Python reads, or a line break inside of a text, and Gemma 4 has
-another quotation mark and bare keys. LFM2 writes arguments as Python's calls have them, `(key=1)`.
-All of that becomes JSON.
+another quotation mark and bare keys. LFM2 writes arguments as Python's calls have them, `(key=1)`,
+and LFM2.5 their texts between apostrophes as they are, `(key='it's')`. All of that becomes JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _STOPS = {
 }  # fmt: skip
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_SO_FAR = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+# An apostrophe that ends an argument of a Python's call, by what follows; as far as that is there.
+_ARGUMENT_END = re.compile(r"'\s*(?:,\s*(?:[\w-]+\s*=|\))|\)\s*(?:[\],<]|\Z))")
+_ARGUMENT_END_SO_FAR = re.compile(r"'\s*(?:,\s*(?:[\w-]+\s*)?|\)\s*)?\Z")
 
 
 class JsonScan:
@@ -37,13 +40,17 @@ class JsonScan:
     def __init__(self, position: int, depth: int = 0) -> None:
         """position: where the value begins, or goes on in `depth` objects; moves to its end."""
         self.position, self.is_whole = position, False
-        self._is_over = False
+        self._is_over = self._is_last = False
         self._mark = ""  # quotation mark of the text that is being read
         self._closings = ["}"] * depth  # those that are to come, the next one last
         self._written: list[str] = []
 
-    def run(self, text: str) -> bool:
-        """Continue the search; return whether the value has ended, or cannot be JSON."""
+    def run(self, text: str, *, is_last: bool = False) -> bool:
+        """Continue the search; return whether the value has ended, or cannot be JSON.
+
+        is_last: whether no more text comes.
+        """
+        self._is_last = is_last
         while not self._is_over:
             has_moved = self._read_text(text) if self._mark else self._read_piece(text)
             if not has_moved:
@@ -102,11 +109,24 @@ class JsonScan:
         if match is None or match[0] in ("<", "<|", '<|"', '<|"|'):
             return False
         if match[0] == self._mark:
-            self._mark = ""
-            return self._write('"', match.end())
+            return self._read_mark(text)
         if match[0] == "\\" and self._mark != GEMMA_MARK:
             return self._read_escape(text)
         return self._write(json.dumps(match[0])[1:-1], match.end())
+
+    def _read_mark(self, text: str) -> bool:
+        """Read a text's own mark, which ends it; return whether that is certain.
+
+        LFM2.5 does not escape apostrophes: an argument has those that only its text can go on with.
+        """
+        end = self.position + len(self._mark)
+        if self._mark == "'" and self._closings == [")"]:
+            if not self._is_last and _ARGUMENT_END_SO_FAR.match(text, self.position):
+                return False
+            if not _ARGUMENT_END.match(text, self.position):
+                return self._write("'", end)
+        self._mark = ""
+        return self._write('"', end)
 
     def _read_escape(self, text: str) -> bool:
         """Read a backslash and what it escapes; return whether that is there."""
@@ -136,14 +156,14 @@ def find_value(text: str, position: int = 0) -> tuple[Any, int]:
     ValueError where there is none.
     """
     scan = JsonScan(position)
-    scan.run(text)
+    scan.run(text, is_last=True)
     return json.loads(scan.take()), scan.position
 
 
 def rewrite_json(text: str) -> str:
     """Return a JSON value that a model wrote, perhaps as Python writes it; a text of none stays."""
     scan = JsonScan(0)
-    scan.run(text)
+    scan.run(text, is_last=True)
     is_value = scan.is_whole and not text[scan.position :].strip()
     return scan.take() if is_value else text
 

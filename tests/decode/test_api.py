@@ -474,11 +474,24 @@ def test_a_closed_engine(folder: Path) -> None:
     engine.close()
     uses: list[Callable[[], object]] = [
         lambda: engine.generate([1]), lambda: engine.stream([1]), lambda: next(stream),
-        engine.step, engine.describe, lambda: engine.max_seq_len,
+        engine.step, engine.describe, lambda: engine.max_seq_len, lambda: engine.encode([1]),
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(EngineLostError, match="this engine is closed"):
             use()
+
+
+def test_a_request_of_an_engine_with_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """Token ids mean something else there: streamed, they are another text."""
+    target = make_llama(tmp_path, seed=5)
+    make_tokenizer(target, vocab=120)
+    build_methods(target, "draft")
+    folders = [parent / "draft-engine" for parent in (folder, tmp_path)]
+    with Engine.load(folders[0], device="cpu") as engine, Engine.load(folders[1]) as other:
+        request = other.prepare([5, 6, 7], max_output_len=2)
+        assert len(list(other.stream(request))) == 2
+        with pytest.raises(PromptError, match="prepared by an engine with another tokenizer"):
+            engine.stream(request)
 
 
 def test_options_are_checked(folder: Path) -> None:

@@ -174,6 +174,8 @@ def test_formats_are_those_that_have_names() -> None:
     assert choose_formats("auto", "auto", make("qwen3")).reasoning is not None
     seed = choose_formats("auto", "auto", make("seed_oss")).reasoning
     assert seed == REASONING_FORMATS["seed_oss"]
+    granite = choose_formats("auto", "auto", make("granite3.3")).reasoning
+    assert granite == REASONING_FORMATS["granite"]
     assert choose_formats("auto", "auto", SimpleNamespace(chat_template=None)).tools is None
 
 

@@ -54,6 +54,29 @@ def test_what_is_no_model_is_refused(option: str, model_dir: Path) -> None:
         place_models(ServeSettings(**values))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "owner/name"])
+def test_a_name_on_the_hub_is_a_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an owner or without one, as for generate."""
+    held: list[dict[str, Any]] = []
+
+    def hold_models(stack: Any, fixed: dict[str, Any], options: Any) -> tuple[Path, Path]:
+        held.append(fixed)
+        return tmp_path / "engine", tmp_path / "draft"
+
+    monkeypatch.setattr("specdec.generate.library.hold_models", hold_models)
+    asked = ServeSettings(model_dir=name, draft_model_dir=name, device="cpu")
+    with contextlib.ExitStack() as stack:
+        settings = hold_engines(stack, place_models(asked))
+    assert (settings.engine_dir, settings.draft_engine_dir) == (
+        tmp_path / "engine",
+        tmp_path / "draft",
+    )
+    assert settings.served_model_name == Path(name).name
+    assert [(fixed["model_dir"], fixed["draft_model_dir"]) for fixed in held] == [(name, name)]
+
+
 def test_ranks_of_a_launcher_need_an_engine(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

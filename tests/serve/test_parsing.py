@@ -71,6 +71,16 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n  </function>\n</tool_call>so",
      "so", [F]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</tool_call>\n", "", [F]),
+    # In one line, where the argument is no text; a text may have such tags.
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1 <parameter=t>x</parameter></function>"
+     "</tool_call>so", "so", [("f", '{"a": 1, "t": "x"}')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>so", "so", [F]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>[1, <parameter=b>]</parameter>"
+     "<parameter=t>x <parameter=a></parameter></function></tool_call>", "",
+     [("f", '{"a": "[1, <parameter=b>]", "t": "x <parameter=a>"}')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=t>x <parameter=a> y</function></tool_call> z"
+     "</parameter></function></tool_call>", "",
+     [("f", '{"t": "x <parameter=a> y</function></tool_call> z"}')]),
     ("qwen3_coder", "<tool_call><function=f>\n<parameter=t>\nx\n<parameter=b>\n<parameter=t>\n"
      "</function>\ny <parameter=a>\n</parameter></function></tool_call>", "",
      [("f", '{"t": "x\\n<parameter=b>\\n<parameter=t>\\n</function>\\ny <parameter=a>"}')]),
@@ -93,6 +103,11 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "<|tool_call_end|>so", "so",
      [("f", '{"a":1}'), ("get.time", r'{ "t" : "a \"b\" it' + r"""'s\n", "l":[null, [1, 2]]}""")]),
     ("lfm2", "Well. <|tool_call_start|>f()<|tool_call_end|>", "Well.", [("f", "{}")]),
+    # As LFM2.5's template writes texts, with apostrophes as they are.
+    ("lfm2", "<|tool_call_start|>[f(t='it's \"a\" 'b', no?', a=1), f(t='say('x')' , ), f(t='o'' )]"
+     "<|tool_call_end|>so", "so", [("f", '{"t":"it\'s \\"a\\" \'b\', no?", "a":1}'),
+                                 ("f", '{"t":"say(\'x\')"  }'), ("f", '{"t":"o\'" }')]),
+    ("lfm2", "<|tool_call_start|>f(t='it's')", "", [("f", '{"t":"it\'s"}')]),
     ("lfm2", f"<|tool_call_start|>[{JSON_F}, {JSON_G}]<|tool_call_end|>", "", [F, G]),
     ("lfm2", "<|tool_call_start|>f, g<|tool_call_end|>",
      "<|tool_call_start|>f, g<|tool_call_end|>", []),
@@ -294,6 +309,22 @@ THOUGHT: list[tuple[str, bool, str, str, str]] = [
     ("qwen3", True, "hm, cut", "hm, cut", ""),
     ("deepseek_r1", False, "hm</think>\n\nYes", "hm", "Yes"),
     ("mistral", False, "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+    ("granite", False, "<think>hm</think> <response>\nYes\n</response>\n", "hm", "Yes"),
+    (
+        "granite",
+        False,
+        "<think>hm</think>Yes <response>x</response>",
+        "hm",
+        "Yes <response>x</response>",
+    ),
+    (
+        "granite",
+        False,
+        "<think>hm</think><response>a </response>\n</respons",
+        "hm",
+        "a </response>\n</respons",
+    ),
+    ("granite", False, "<response>x</response>", "", "<response>x</response>"),
     ("seed_oss", False, "<seed:think>hm</seed:think>\nYes", "hm", "Yes"),
     ("gemma4", False, "<|channel>thought\nhm\n<channel|>Yes", "hm", "Yes"),
     ("cohere", True, "hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>", "hm", "Yes"),

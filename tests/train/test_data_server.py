@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -220,28 +221,30 @@ def test_completions(run_data: RunData, tmp_path: Path, suffix: str) -> None:
 
 
 def stall(answer: bytes) -> Iterator[bytes]:
-    """A good answer, if one waits for it."""
-    threading.Event().wait(20)
+    """A good answer, if one waits for it; so late that no pause of this process reaches it."""
+    threading.Event().wait(HANGS)
     yield b"HTTP/1.1 200 OK\r\n\r\n" + answer
 
 
 def trickle_body(answer: bytes) -> Iterator[bytes]:
     """The same, with a byte now and then."""
     yield b"HTTP/1.1 200 OK\r\n\r\n"
-    yield from [b" "] * 400
+    yield from [b" "] * TRICKLED
     yield answer
 
 
 def trickle_head(answer: bytes) -> Iterator[bytes]:
     yield b"HTTP/1.1 200 OK\r\nX-Filler: "
-    yield from [b"x"] * 400
+    yield from [b"x"] * TRICKLED
     yield b"\r\n\r\n" + answer
 
 
+TRICKLE_PAUSE = 0.05  # seconds before each byte
+TRICKLED = int(HANGS / TRICKLE_PAUSE)  # bytes before an answer
 TOO_LATE: dict[str, Reply] = {
     "stalls": {"pieces": stall, "pause": 0},
-    "trickling body": {"pieces": trickle_body, "pause": 0.05},
-    "trickling head": {"pieces": trickle_head, "pause": 0.05},
+    "trickling body": {"pieces": trickle_body, "pause": TRICKLE_PAUSE},
+    "trickling head": {"pieces": trickle_head, "pause": TRICKLE_PAUSE},
 }
 FAILURES: dict[str, Reply] = {
     "long body": {"body": b" " * (client.OTHER_BYTES + 256 * 2048) + b"{}"},
@@ -283,10 +286,10 @@ def test_what_comes_too_late_is_asked_again(
     num_asked = 0
 
     def exchange(self: http_client.HttpClient, *args: Any) -> http_client.Response:
-        """Wait long for what will be answered, however busy this machine is."""
+        """Wait without end for what will be answered, however long this process is paused."""
         nonlocal num_asked
         num_asked += 1
-        self.timeout = 0.3 if num_asked in (2, 3) else HANGS
+        self.timeout = 0.3 if num_asked in (2, 3) else math.inf
         return real(self, *args)
 
     monkeypatch.setattr(http_client.HttpClient, "exchange", exchange)
