@@ -204,13 +204,21 @@ def read_confidence(candidates: Candidates) -> Array:
 
 
 def follow_chances(trees: Sequence[Tree], chances: Sequence[float]) -> list[list[float]]:
-    """Return each tree's chances that whole paths are accepted, by those of single nodes."""
+    """Return each tree's chances that whole paths are accepted, by those of single nodes.
+
+    Of siblings one is accepted at most: where their chances add up to more than 1, they are shares.
+    """
     paths, start = [], 0
     for tree in trees:
         row = list(chances[start : start + tree.num_nodes])
-        for node, parent in enumerate(tree.parents.tolist()):
+        parents = tree.parents.tolist()
+        totals = [0.0] * tree.num_nodes
+        for node, parent in enumerate(parents):
+            if node:
+                totals[parent] += row[node]
+        for node, parent in enumerate(parents):
             if node:  # parents come first
-                row[node] *= row[parent]
+                row[node] *= row[parent] / max(1.0, totals[parent])
         paths.append(row)
         start += tree.num_nodes
     return paths
