@@ -34,6 +34,7 @@ from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_step
 from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
+LEAST_ADVANTAGE = 1.1  # of speed over the first drafter's alone, for which later ones may draft
 HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones after a draft take longer: caches are cold
 MAX_PLAN_STEPS = 4  # steps at most by one plan that says drafts, since planning takes time
@@ -189,12 +190,20 @@ class Pace:
             chain = dataclasses.replace(self.chain, left_out=readers)
             others = [each for each in forecasts[1:] if each.left_out >= readers]
             forecasts = [self._forecast(chain), *others]
-        best = max(forecasts, key=lambda forecast: forecast.gain)
+        best = max(forecasts, key=self._compare)
         if best.drafter_set in (self.first, self.others):
             self.chain.forget()
         if best.drafter_set is self.others:
             self.first.forget()
         return best
+
+    def _compare(self, forecast: Forecast) -> float:
+        """Return a gain by which drafters are compared.
+
+        The best of several promises is too good by chance, and a later drafter's drafts are dear.
+        """
+        is_first = forecast.drafter_set is self.first
+        return forecast.gain * (LEAST_ADVANTAGE if is_first else 1.0)
 
     def _repays_reading(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float,
