@@ -730,6 +730,30 @@ def test_an_id_beyond_the_vocabulary_is_told(
     assert "padding" not in told
 
 
+def test_a_word_that_is_the_padding_stays_a_word(tmp_path: Path) -> None:
+    """As in a file whose config.json had a pad_token_id of 0: texts lost every such letter."""
+    words = list_metadata("gpt2", prefix=False)
+    word, begin = words["tokens"].index("e"), words["tokens"].index("o")
+    words |= {"padding_token_id": word, "bos_token_id": begin, "add_bos_token": False}
+    write_gguf(tmp_path / "m.gguf", **{f"tokenizer__ggml__{k}": v for k, v in words.items()})
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    ids = tokenizer("Hello e</s>")["input_ids"]
+    assert ids[0] == words["tokens"].index("Hello")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello e"
+
+
+def test_marks_belong_to_their_letter_in_qwen35(tmp_path: Path) -> None:
+    """Where Qwen 2 begins a new word: the first letters of Hindi's word for Hindi."""
+    words = list_metadata("gpt2", prefix=False)
+    for pre, expected_words in (("qwen2", ["\u0939", "\u093f\u0928"]), ("qwen35", [])):
+        named = {f"tokenizer.ggml.{key}": value for key, value in (words | {"pre": pre}).items()}
+        splitter = TokenizerMaker(tmp_path, named).make().pre_tokenizer
+        assert splitter is not None
+        text = "\u0939\u093f\u0928"
+        found = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+        assert found == (expected_words or [text])
+
+
 def test_a_merge_of_random_bytes_is_never_a_fault(tmp_path: Path) -> None:
     """Whatever the package tokenizers raises is told as what the file has."""
     metadata, random = list_metadata("gpt2", prefix=False), np.random.default_rng(2)
