@@ -317,12 +317,13 @@ class TokenizerMaker:
                 f" {MAX_PIECE}"
             )
         vocab = {t for t, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE}
-        # Of equal scores the longer left half first, as Hugging Face's converter has it.
+        # Of equal scores the longer left half first, then the longer right one, as Hugging Face's
+        # converter has it; llama.cpp takes what is leftmost in a text, which no order can say.
         merges = [
-            (-score, -length, token[:length], token[length:])
+            (-score, -length, length - len(token), token[:length], token[length:])
             for token, score in zip(self.tokens, scores, strict=True) if token in vocab
             for length in range(1, len(token))
             if token[:length] in vocab and token[length:] in vocab
         ]  # fmt: skip
-        merges.sort(key=lambda merge: merge[:2])
-        return [(left_token, right_token) for _, _, left_token, right_token in merges]
+        merges.sort(key=lambda merge: merge[:3])
+        return [(left_token, right_token) for *_, left_token, right_token in merges]

@@ -742,6 +742,24 @@ def test_a_word_that_is_the_padding_stays_a_word(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello e"
 
 
+def test_tokens_of_one_score_are_made_as_transformers_makes_them(tmp_path: Path) -> None:
+    """As those are that a vocabulary was extended by."""
+    base = pytest.importorskip("transformers.tokenization_utils_base")
+    if not hasattr(base, "generate_merges"):
+        pytest.skip("transformers 4 has it elsewhere")
+    words = list_metadata("llama", prefix=False)
+    first, random = len(words["tokens"]), np.random.default_rng(3)
+    extension = {"".join(random.choice(list("Helowrd"), size)) for size in (2, 3, 3, 4, 4) * 40}
+    words["tokens"] += sorted(extension - set(words["tokens"]))
+    words["token_type"] += [1] * (len(words["tokens"]) - first)
+    words["scores"] += [0.0] * (len(words["tokens"]) - first)
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    model = json.loads(TokenizerMaker(tmp_path, named).make().to_str())["model"]
+    scores = dict(zip(words["tokens"], words["scores"], strict=True))
+    merges = base.generate_merges(model["vocab"], scores)
+    assert [tuple(merge) for merge in model["merges"]] == merges
+
+
 def test_marks_belong_to_their_letter_in_qwen35(tmp_path: Path) -> None:
     """Where Qwen 2 begins a new word: the first letters of Hindi's word for Hindi."""
     words = list_metadata("gpt2", prefix=False)
