@@ -202,7 +202,7 @@ def refuse_quantized(folder: HfFolder) -> None:
     """Raise SpecDecError where a drafter's matrices are stored quantized."""
     quantized_names = [
         name for name, info in folder.tensors.items()
-        if name.endswith(QUANTIZED) or info.dtype == FLOAT8
+        if name.endswith((*QUANTIZED, *MARKS)) or info.dtype == FLOAT8
     ]  # fmt: skip
     if quantized_names:
         raise SpecDecError(
