@@ -148,7 +148,7 @@ class TokenizerMaker:
             is_beyond = type(value) is not int or not 0 <= value < len(self.tokens)
             if key.startswith(PREFIX) and key.endswith("_token_id") and is_beyond:
                 logger.warning(
-                    "%s: %s is %s, and there are %d tokens: it is left out",
+                    "%s: %s is %s, and there are %d tokens: it is passed over",
                     self.path, key, shorten(value), len(self.tokens),
                 )  # fmt: skip
         scores = self.metadata.get(PREFIX + "scores") or []

@@ -760,6 +760,13 @@ def test_tokens_of_one_score_are_made_as_transformers_makes_them(tmp_path: Path)
     assert [tuple(merge) for merge in model["merges"]] == merges
 
 
+def test_a_beginning_beyond_the_vocabulary_is_the_usual_one(tmp_path: Path) -> None:
+    """Of SentencePiece, as in llama.cpp: texts had none."""
+    words = list_metadata("llama", prefix=False) | {"bos_token_id": 2**32 - 1}
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    assert TokenizerMaker(tmp_path, named).make().encode("Hello").tokens == ["<s>", "Hello"]
+
+
 def test_marks_belong_to_their_letter_in_qwen35(tmp_path: Path) -> None:
     """Where Qwen 2 begins a new word: the first letters of Hindi's word for Hindi."""
     words = list_metadata("gpt2", prefix=False)
