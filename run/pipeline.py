@@ -290,13 +290,13 @@ def describe_stats(
 def describe_result(result: ActiveRequest, tokenizer: Any, settings: RunSettings) -> dict[str, Any]:
     """Return an entry of `outputs`; with --show-drafts and without --json, also its pieces."""
     from specdec.text.harmony import open_answer
-    from specdec.text.text_stream import decode_text
+    from specdec.text.text_stream import decode_output
 
     from .drafts import split_pieces
 
     text = result.text
     if text is None:
-        text = decode_text(tokenizer, result.output_ids) if tokenizer else ""
+        text = decode_output(tokenizer, result.output_ids) if tokenizer else ""
     more_fields: dict[str, Any] = {}
     answer = None if settings.show_drafts else open_answer(tokenizer, result.request)
     if answer is not None:

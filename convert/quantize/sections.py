@@ -150,6 +150,7 @@ class Section:
 
 
 _REMEDY = "convert the unquantized model instead"
+UNNAMED = "by a method without a name"
 
 
 def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
@@ -163,11 +164,28 @@ def read_sections(folder: HfFolder) -> list[tuple[str, Any]]:
     if isinstance(mlx, dict) and {"group_size", "bits"} <= mlx.keys() and section in (None, mlx):
         return [*sections, ("mlx", mlx)]
     if section is not None:
-        method = section.get("quant_method") if isinstance(section, dict) else None
-        sections.append((str(method), section))
+        sections.append((_find_method(section), section))
     elif any(name.endswith(".qweight") for name in folder.tensors):
         sections += _read_own_file(folder)
-    return sections
+    return sections or _recognize(folder)
+
+
+def _find_method(section: Any) -> str:
+    """Return the method that a section names, as transformers finds it."""
+    if not isinstance(section, dict):
+        return UNNAMED
+    if section.get("load_in_8bit") or section.get("load_in_4bit"):  # early ones name no method
+        return "bitsandbytes"
+    return str(section.get("quant_method") or UNNAMED)
+
+
+def _recognize(folder: HfFolder) -> list[tuple[str, Any]]:
+    """Return the method of a folder that says nothing, by a tensor that only its matrices have."""
+    methods = [
+        method for name in folder.tensors
+        for ending, method in MARKS.items() if name.endswith(ending)
+    ]  # fmt: skip
+    return [(methods[0], {})] if methods else []
 
 
 def _read_own_file(folder: HfFolder) -> list[tuple[str, Any]]:
@@ -184,7 +202,7 @@ def refuse_quantized(folder: HfFolder) -> None:
     """Raise SpecDecError where a drafter's matrices are stored quantized."""
     quantized_names = [
         name for name, info in folder.tensors.items()
-        if name.endswith(QUANTIZED) or info.dtype == FLOAT8
+        if name.endswith((*QUANTIZED, *MARKS)) or info.dtype == FLOAT8
     ]  # fmt: skip
     if quantized_names:
         raise SpecDecError(
@@ -521,6 +539,11 @@ QUANTIZED = (
     ".scales",
     ".weight_scale_2",
 )
+# Such endings of methods that are not read -> the method; some writers leave out its section.
+MARKS = {
+    ".SCB": "bitsandbytes", ".weight.absmax": "bitsandbytes", ".q_scale_max": "exl2",
+    ".trellis": "exl3", ".W_q": "hqq", ".weight._data": "quanto", ".qweight": UNNAMED,
+}  # fmt: skip
 METHODS: Mapping[str, Callable[[Section], Scheme]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
@@ -532,6 +555,10 @@ METHODS: Mapping[str, Callable[[Section], Scheme]] = {
 IN_BLOCKS = ("mxfp4",)
 # quant_method -> why it is not read, and what to do.
 REFUSED: Mapping[str, tuple[str, str]] = {
+    UNNAMED: (
+        "no quantization_config of config.json names the method",
+        "take the folder's own config.json; or convert the unquantized model instead",
+    ),
     "bitsandbytes": (
         "its numbers are blocks of the flattened matrix with scales that are quantized again, laid"
         " out for its own kernels, which neither backend has",

@@ -16,7 +16,7 @@ from specdec.decode.requests import (
     RequestStats,
     TokenLogprob,
 )
-from specdec.text.text_stream import decode_text
+from specdec.text.text_stream import decode_output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def describe_output(result: ActiveRequest, tokenizer: Any) -> Output:
     if stream is not None:
         text = stream.full_text if result.is_over else stream.certain
     else:
-        text = "" if tokenizer is None else decode_text(tokenizer, result.output_ids)
+        text = "" if tokenizer is None else decode_output(tokenizer, result.output_ids)
     return Output(
         prompt=result.request.input_text,
         prompt_ids=result.request.input_ids,

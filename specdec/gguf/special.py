@@ -35,12 +35,13 @@ def list_words(tokens: Collection[str]) -> tuple[str, ...]:
 def list_special(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of the special tokens in NAMES."""
     default_ids = SENTENCEPIECE_IDS if metadata.get(PREFIX + "model") == "llama" else {}
-    numbers = {
-        name: metadata.get(f"{PREFIX}{key}_token_id", default_ids.get(name))
-        for name, key in NAMES.items()
-    }  # fmt: skip
     size = len(metadata.get(PREFIX + "tokens", ()))
-    return {name: n for name, n in numbers.items() if type(n) is int and 0 <= n < size}
+    special_ids: dict[str, int] = {}
+    for name, key in NAMES.items():
+        for number in (metadata.get(f"{PREFIX}{key}_token_id"), default_ids.get(name)):
+            if type(number) is int and 0 <= number < size:
+                special_ids.setdefault(name, number)
+    return special_ids
 
 
 def read_special(metadata: Mapping[str, Any]) -> dict[str, int | None]:

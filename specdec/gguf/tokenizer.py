@@ -38,6 +38,7 @@ logger = logs.get_logger(__name__)
 
 GEMMA4 = "gemma4"
 KINDS = ["gpt2", "llama", GEMMA4]  # of tokenizers, by llama.cpp's names
+SPECIAL_KINDS = (CONTROL, USER_DEFINED, UNKNOWN)  # of tokens that are found in a text first
 # Stands for the split that the ByteLevel of the package `tokenizers` makes by itself. All others
 # are patterns by which a byte-level tokenizer splits a text: each match is a word by itself.
 BYTE_LEVEL_SPLIT = ""
@@ -51,23 +52,31 @@ _TEKKEN = "|".join(
 _O200K = "|".join(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _TEKKEN.split("|"))
 LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _NON_LETTERS
 QWEN2 = _LETTERS + r"\p{N}" + _NON_LETTERS
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+O200K = _O200K + r"|\p{N}{1,3}" + _SLASHES
 LINES = r"[^\n]+|\n+"
 DIGITS = (r"\p{N}", BYTE_LEVEL_SPLIT)
 # llama.cpp's name -> patterns. The first of equal ones is what is written.
 SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (BYTE_LEVEL_SPLIT,), "phi-2": (BYTE_LEVEL_SPLIT,), "mpt": (BYTE_LEVEL_SPLIT,),
-    "olmo": (BYTE_LEVEL_SPLIT,),
+    "olmo": (BYTE_LEVEL_SPLIT,), "jais": (BYTE_LEVEL_SPLIT,), "trillion": (BYTE_LEVEL_SPLIT,),
+    "exaone4": (BYTE_LEVEL_SPLIT,), "gigachat": (BYTE_LEVEL_SPLIT,), "mellum": (BYTE_LEVEL_SPLIT,),
+    "a.x-4.0": (BYTE_LEVEL_SPLIT,),
     "llama-bpe": (LLAMA3,), "llama3": (LLAMA3,), "llama-v3": (LLAMA3,), "falcon3": (LLAMA3,),
-    "pixtral": (LLAMA3,), "lfm2": (LLAMA3,), "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
+    "falcon-h1": (LLAMA3,), "midm-2.0": (LLAMA3,), "pixtral": (LLAMA3,), "lfm2": (LLAMA3,),
+    "dbrx": (LLAMA3,), "smaug-bpe": (LLAMA3,),
     "qwen2": (QWEN2,), "deepseek-r1-qwen": (QWEN2,), "stablelm2": (QWEN2,), "hunyuan": (QWEN2,),
+    "kormo": (QWEN2,), "megrez": (QWEN2,), "qwen35": (QWEN35,),
     "smollm": DIGITS, "starcoder": DIGITS, "refact": DIGITS, "command-r": DIGITS,
-    "gpt-4o": (_O200K + r"|\p{N}{1,3}" + _SLASHES,),
+    "exaone": DIGITS, "minerva-7b": DIGITS, "mellum2": DIGITS,
+    "gpt-4o": (O200K,), "llama4": (O200K,), "kanana2": (O200K,),
     "tekken": (_TEKKEN + r"|\p{N}" + _SLASHES,),
     "seed-coder": (_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
 }  # fmt: skip
 # Splits whose words are not divided where they are tokens, and those that begin a text with one.
 WHOLE_WORD_SPLITS = (
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken",
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "midm-2.0", "pixtral", "lfm2",
+    "tekken",
 )  # fmt: skip
 BOS_SPLITS = WHOLE_WORD_SPLITS
 TEMPLATE = "tokenizer.chat_template"  # the usual one; others have a name after it
@@ -139,7 +148,7 @@ class TokenizerMaker:
             is_beyond = type(value) is not int or not 0 <= value < len(self.tokens)
             if key.startswith(PREFIX) and key.endswith("_token_id") and is_beyond:
                 logger.warning(
-                    "%s: %s is %s, and there are %d tokens: it is left out",
+                    "%s: %s is %s, and there are %d tokens: it is passed over",
                     self.path, key, shorten(value), len(self.tokens),
                 )  # fmt: skip
         scores = self.metadata.get(PREFIX + "scores") or []
@@ -175,8 +184,11 @@ class TokenizerMaker:
 
     def describe(self, max_length: int) -> dict[str, Any]:
         """Return tokenizer_config.json, which holds the chat template too."""
+        # transformers makes each of these special in texts, which a word must not become.
         config: dict[str, Any] = {
-            f"{name}_token": self.tokens[number] for name, number in self.special.items()
+            f"{name}_token": self.tokens[number]
+            for name, number in self.special.items()
+            if self.kinds[number] in SPECIAL_KINDS or self._adds(name)
         }
         config |= {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -209,22 +221,26 @@ class TokenizerMaker:
                 normalized=False, special=kind != USER_DEFINED,
             )
             for text, kind in zip(self.tokens, self.kinds, strict=True)
-            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
+            if kind in SPECIAL_KINDS and text
         ]  # fmt: skip
 
     def _surround(self, tokenizer: Tokenizer) -> None:
         """Let it put tokens around a text."""
-        begins = self.kind != "gpt2" or self.pre in BOS_SPLITS
         pieces, special_tokens = ["$A:0"], []
-        for name, default, index in (("bos", begins, 0), ("eos", False, 2)):
-            is_added = self.metadata.get(f"{PREFIX}add_{name}_token", default)
-            # llama.cpp begins a text of Gemma 4 with it whatever the file says.
-            if (is_added or self.kind == GEMMA4 and name == "bos") and name in self.special:
+        for name, index in (("bos", 0), ("eos", 2)):
+            if name in self.special and self._adds(name):
                 number = self.special[name]
                 pieces.insert(index, self.tokens[number])
                 special_tokens.append((self.tokens[number], number))
         if special_tokens:
             tokenizer.post_processor = TemplateProcessing(pieces, [*pieces, "$B:1"], special_tokens)
+
+    def _adds(self, name: str) -> bool:
+        """Return whether a special token is put around each text."""
+        if name == "bos" and self.kind == GEMMA4:  # as llama.cpp does whatever the file says
+            return True
+        begins = name == "bos" and (self.kind != "gpt2" or self.pre in BOS_SPLITS)
+        return bool(self.metadata.get(f"{PREFIX}add_{name}_token", begins))
 
     def _make_bytes(self) -> Tokenizer:
         """Make a byte-level BPE."""
@@ -301,12 +317,13 @@ class TokenizerMaker:
                 f" {MAX_PIECE}"
             )
         vocab = {t for t, kind in zip(self.tokens, self.kinds, strict=True) if kind != BYTE}
-        # Of equal scores the longer left half first, as Hugging Face's converter has it.
+        # Of equal scores the longer left half first, then the longer right one, as Hugging Face's
+        # converter has it; llama.cpp takes what is leftmost in a text, which no order can say.
         merges = [
-            (-score, -length, token[:length], token[length:])
+            (-score, -length, length - len(token), token[:length], token[length:])
             for token, score in zip(self.tokens, scores, strict=True) if token in vocab
             for length in range(1, len(token))
             if token[:length] in vocab and token[length:] in vocab
         ]  # fmt: skip
-        merges.sort(key=lambda merge: merge[:2])
-        return [(left_token, right_token) for _, _, left_token, right_token in merges]
+        merges.sort(key=lambda merge: merge[:3])
+        return [(left_token, right_token) for *_, left_token, right_token in merges]

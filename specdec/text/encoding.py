@@ -402,12 +402,7 @@ class SpecialNames:
         names = {token["content"]: token["id"] for token in document["added_tokens"]}
         for token in document["added_tokens"]:
             token["content"] = self._tokens.get(token["content"], token["content"])
-        if isinstance(vocab := model["vocab"], dict):
-            model["vocab"] = {self._tokens.get(name, name): n for name, n in vocab.items()}
-        else:
-            model["vocab"] = [[self._tokens.get(piece, piece), *score] for piece, *score in vocab]
-        if isinstance(model.get("unk_token"), str):
-            model["unk_token"] = self._tokens.get(model["unk_token"], model["unk_token"])
+        self._rename_pieces(model)
         copy = Tokenizer.from_str(json.dumps(document))
         original_ids = {
             copy.token_to_id(self._tokens.get(name, name)): n for name, n in names.items()
@@ -415,6 +410,20 @@ class SpecialNames:
         return copy, {
             token: n for token, n in original_ids.items() if token is not None and token != n
         }
+
+    def _rename_pieces(self, model: dict[str, Any]) -> None:
+        """Give the special tokens in the model of a tokenizer.json their marks as names."""
+        if "merges" in model:  # none makes a special token, nor a longer one, of a text
+            model["merges"] = [
+                merge for merge in model["merges"]
+                if self._tokens.keys().isdisjoint([*merge, "".join(merge)])
+            ]  # fmt: skip
+        if isinstance(vocab := model["vocab"], dict):
+            model["vocab"] = {self._tokens.get(name, name): n for name, n in vocab.items()}
+        else:
+            model["vocab"] = [[self._tokens.get(piece, piece), *score] for piece, *score in vocab]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = self._tokens.get(model["unk_token"], model["unk_token"])
 
 
 @functools.lru_cache(maxsize=4)

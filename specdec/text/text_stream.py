@@ -43,6 +43,16 @@ def decode_text(tokenizer: Any, ids: Sequence[int], form: TextForm = PLAIN_FORM)
     return text
 
 
+def decode_output(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of a whole output, which is that of a stream.
+
+    Decoded at once, a token of a byte that is a character, such as Llama 2's of a line's end, is
+    U+FFFD where bytes of no whole character follow.
+    """
+    text = decode_text(tokenizer, ids)
+    return read_stream(tokenizer, ids).finish() if INCOMPLETE in text else text
+
+
 class TextStream:
     """Text of one request, which grows with its tokens.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,25 @@ def make_float8(folder: Path) -> None:
             tensors[f"{name}_scale"] = torch.ones(1)
 
 
-def test_a_quantized_drafter(model: Path, convert: Converter, tmp_path: Path) -> None:
+def make_int8(folder: Path) -> None:
+    """As bitsandbytes stores it."""
+    with change_tensors(folder) as tensors:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[name.replace("weight", "SCB")] = torch.ones(len(tensors[name]))
+            tensors[name] = tensors[name].to(torch.int8)
+
+
+@pytest.mark.parametrize("quantize", [make_float8, make_int8])
+def test_a_quantized_drafter(
+    quantize: Callable[[Path], None], model: Path, convert: Converter, tmp_path: Path
+) -> None:
     """A section without quantized matrices is the target's, and leads nowhere astray."""
     drafter = make_eagle_drafter(tmp_path, version=3)
     flags: dict[str, Any] = {"model_dir": model, "eagle_model_dir": str(drafter)}
     plain = shutil.copytree(drafter, tmp_path / "plain")
     set_config(drafter, quantization_config={"quant_method": "fp8"})
     convert(**flags, output_dir=tmp_path / "leaked")
-    make_float8(drafter)
+    quantize(drafter)
     error = convert.fail(**flags)
     assert "holds a drafter with quantized matrices" in error.message
     checkpoint = convert(**flags | {"eagle_model_dir": str(plain)})

@@ -490,6 +490,37 @@ def test_sections_that_are_not_understood(
     assert message in convert.fail(model_dir=source, dequantize=True).message
 
 
+@pytest.mark.parametrize(
+    ("section", "kinds", "message"),
+    [
+        (None, ("weight", "SCB"), "(bitsandbytes): its numbers"),
+        (None, ("weight", "weight.absmax", "weight.quant_map"), "(bitsandbytes): its numbers"),
+        (None, ("q_weight", "q_scale", "q_scale_max"), "(exl2): a format that is not read"),
+        (None, ("trellis", "suh", "svh"), "(exl3): a format that is not read"),
+        (None, ("W_q", "scale", "zero"), "(hqq): a format that is not read"),
+        (None, ("weight._data", "weight._scale"), "(quanto): a format that is not read"),
+        (None, ("qweight", "scales"), "no quantization_config of config.json names the method"),
+        ({"load_in_8bit": True}, ("weight", "SCB"), "(bitsandbytes): its numbers"),
+        ({"bits": 4}, ("qweight",), "no quantization_config of config.json names the method"),
+    ],
+)
+def test_methods_that_no_section_names(
+    section: Any, kinds: tuple[str, ...], message: str, convert: Converter, tmp_path: Path
+) -> None:
+    """Exllama's and quanto's writers leave it out, early ones of bitsandbytes the method alone."""
+
+    def pack(weight: torch.Tensor, _: torch.Generator) -> tuple[dict[str, torch.Tensor], Any]:
+        return {kind: weight.to(torch.int8) for kind in kinds}, weight
+
+    case = dataclasses.replace(CASES["gptq"], pack=pack)
+    source, _ = make_quantized(tmp_path, case, layers=1)
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": section}
+    (source / "config.json").write_text(json.dumps(config))
+    error = convert.fail(model_dir=source)
+    assert message in error.message
+    assert "convert the" in error.hint
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "fp8-block"])
 def test_sections_as_transformers_saves_them(name: str, convert: Converter, tmp_path: Path) -> None:
     """Which has keys of its own for every default."""
@@ -707,13 +738,13 @@ def test_a_quantized_hybrid_is_dequantized(convert: Converter, tmp_path: Path) -
 def test_a_folder_that_does_not_say_that_it_is_quantized(
     convert: Converter, tmp_path: Path
 ) -> None:
-    source, _ = make_quantized(tmp_path, CASES["awq"], layers=1)
+    source, _ = make_quantized(tmp_path, CASES["fp8-static"], layers=1)
     set_config(source, quantization_config=None)
     error = convert.fail(model_dir=source, dequantize=True)
     assert "does not say that it is quantized" in error.message
     message = convert.fail(model_dir=source).message
-    assert "lacks" in message
-    assert "qweight" in message
+    assert "q_proj.weight is float8_e4m3fn" in message
+    assert "would not use" in message
 
 
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])

@@ -111,6 +111,18 @@ def test_names_of_special_tokens_in_messages_are_text(kind: str, tmp_path: Path)
     assert [token for token in ids if token in (begin, end)] == [end]
 
 
+def test_a_special_token_that_merges_make(tmp_path: Path) -> None:
+    """As `</s>` of Qwen's GGUF files: a message with any special token's name was a fault."""
+    pieces = ["<", "/", "s", ">", "a", "</", "</s", "</s>", "</s>a"]
+    merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", "a")]
+    backend = Tokenizer(BPE({piece: n for n, piece in enumerate(pieces)}, merges))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}"
+    prompt = Prompt(messages=[{"role": "user", "content": "a</s>a"}])
+    tokens = tokenizer.convert_ids_to_tokens(encode_prompt(prompt, SETTINGS, tokenizer)[1])
+    assert tokens == ["a", "</s", ">", "a", "</s>"]
+
+
 @pytest.mark.parametrize(
     "form",
     ["{{ TOOLS | tojson }}", "{{ TOOLS | tojson(ensure_ascii=True) }}", "{{ TOOLS }}"],

@@ -730,6 +730,55 @@ def test_an_id_beyond_the_vocabulary_is_told(
     assert "padding" not in told
 
 
+def test_a_word_that_is_the_padding_stays_a_word(tmp_path: Path) -> None:
+    """As in a file whose config.json had a pad_token_id of 0: texts lost every such letter."""
+    words = list_metadata("gpt2", prefix=False)
+    word, begin = words["tokens"].index("e"), words["tokens"].index("o")
+    words |= {"padding_token_id": word, "bos_token_id": begin, "add_bos_token": False}
+    write_gguf(tmp_path / "m.gguf", **{f"tokenizer__ggml__{k}": v for k, v in words.items()})
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    ids = tokenizer("Hello e</s>")["input_ids"]
+    assert ids[0] == words["tokens"].index("Hello")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello e"
+
+
+def test_tokens_of_one_score_are_made_as_transformers_makes_them(tmp_path: Path) -> None:
+    """As those are that a vocabulary was extended by."""
+    base = pytest.importorskip("transformers.tokenization_utils_base")
+    if not hasattr(base, "generate_merges"):
+        pytest.skip("transformers 4 has it elsewhere")
+    words = list_metadata("llama", prefix=False)
+    first, random = len(words["tokens"]), np.random.default_rng(3)
+    extension = {"".join(random.choice(list("Helowrd"), size)) for size in (2, 3, 3, 4, 4) * 40}
+    words["tokens"] += sorted(extension - set(words["tokens"]))
+    words["token_type"] += [1] * (len(words["tokens"]) - first)
+    words["scores"] += [0.0] * (len(words["tokens"]) - first)
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    model = json.loads(TokenizerMaker(tmp_path, named).make().to_str())["model"]
+    scores = dict(zip(words["tokens"], words["scores"], strict=True))
+    merges = base.generate_merges(model["vocab"], scores)
+    assert [tuple(merge) for merge in model["merges"]] == merges
+
+
+def test_a_beginning_beyond_the_vocabulary_is_the_usual_one(tmp_path: Path) -> None:
+    """Of SentencePiece, as in llama.cpp: texts had none."""
+    words = list_metadata("llama", prefix=False) | {"bos_token_id": 2**32 - 1}
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    assert TokenizerMaker(tmp_path, named).make().encode("Hello").tokens == ["<s>", "Hello"]
+
+
+def test_marks_belong_to_their_letter_in_qwen35(tmp_path: Path) -> None:
+    """Where Qwen 2 begins a new word: the first letters of Hindi's word for Hindi."""
+    words = list_metadata("gpt2", prefix=False)
+    for pre, expected_words in (("qwen2", ["\u0939", "\u093f\u0928"]), ("qwen35", [])):
+        named = {f"tokenizer.ggml.{key}": value for key, value in (words | {"pre": pre}).items()}
+        splitter = TokenizerMaker(tmp_path, named).make().pre_tokenizer
+        assert splitter is not None
+        text = "\u0939\u093f\u0928"
+        found = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+        assert found == (expected_words or [text])
+
+
 def test_a_merge_of_random_bytes_is_never_a_fault(tmp_path: Path) -> None:
     """Whatever the package tokenizers raises is told as what the file has."""
     metadata, random = list_metadata("gpt2", prefix=False), np.random.default_rng(2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.text.text_stream import INCOMPLETE, TextStream, decode_text
+from specdec.text.text_stream import INCOMPLETE, TextStream, decode_output, decode_text
 from tests.conftest import ROOT
 
 SPACE = "\u2581"
@@ -105,6 +105,16 @@ def test_any_tokens_give_the_whole_text_in_the_end(ids: list[int]) -> None:
     pieces, _ = stream(tokenizer, ids)
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     assert "".join(pieces).replace(INCOMPLETE, "") == whole.replace(INCOMPLETE, "")
+
+
+@given(ids=st.lists(st.integers(0, 280), max_size=20))
+@settings(max_examples=150)
+def test_a_whole_output_is_that_of_a_stream(ids: list[int]) -> None:
+    """With tokens of bytes too, of which transformers loses those that are characters."""
+    tokenizer = TOKENIZERS["word pieces"]
+    assert decode_output(tokenizer, ids) == "".join(stream(tokenizer, ids)[0])
+    newline, first_byte = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>"])
+    assert decode_output(tokenizer, [newline, first_byte]) == "\n\ufffd"
 
 
 @given(text=st.text(max_size=30))
