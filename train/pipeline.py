@@ -183,7 +183,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     # torch and transformers take seconds to import, so the cheap checks come first.
     from .hub import open_hub, push_folder
     from .output import write_drafter
-    from .state import FULL_DISK_HINT
+    from .state import FULL_DISK_HINT, TrainingState
 
     accelerator = start_accelerator(settings)
     hub = None
@@ -194,8 +194,9 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     if accelerator.is_main_process:
         inputs = list_inputs(settings)
         output = stage_folder(
-            settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT
-        )
+            settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT,
+            finish=TrainingState(settings.output_dir).remove,
+        )  # fmt: skip
     with name_unfinished(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         with job.state.removing(is_kept=folder is None or settings.resume):
@@ -216,8 +217,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             write_drafter(
                 folder, job, loop.drafter, weights, report, rows_per_step=loop.rows_per_step
             )
+            job.state.mark_finished(folder)
     if report is not None:
-        job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
         if hub is not None and settings.push_to_hub:
             report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)
@@ -364,13 +365,12 @@ def check_folders(settings: TrainSettings) -> None:
                 "name two folders side by side",
             )
     inputs = [*list_inputs(settings), *list_local(states)]
-    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    if (
-        get_launched_rank() or 0
-    ) == 0:  # only the writer: other processes may see this training's new folder
+    # Only the writer: other processes may see this training's new folder.
+    if (get_launched_rank() or 0) == 0:
         TrainingState(settings.output_dir).refuse_unfinished(
             resume=settings.resume, force=settings.force
         )
+    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
 
 
 def refuse_launcher(environment: Mapping[str, str]) -> None:

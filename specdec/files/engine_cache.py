@@ -17,7 +17,7 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.staging import find_existing, stage_folder
 from specdec.system import logs
-from specdec.system.cache import find_cache
+from specdec.system.cache import find_cache, remove_renamed
 
 logger = logs.get_logger(__name__)
 
@@ -62,7 +62,9 @@ class EngineCache:
             while is_wanted or not path.is_dir():
                 relock(fcntl.LOCK_EX)
                 if is_wanted or not path.is_dir():
-                    with stage_folder(path, force=force, full_disk_hint=FULL_DISK_HINT) as partial:
+                    with stage_folder(
+                        path, force=force, is_own=True, full_disk_hint=FULL_DISK_HINT
+                    ) as partial:
                         make(partial)
                     is_wanted = False
                 relock(fcntl.LOCK_SH)
@@ -113,10 +115,7 @@ class EngineCache:
         """Remove an entry; return False where it is in use."""
         try:
             with self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                removed = self.folder / f".{name}.removed"
-                shutil.rmtree(removed, ignore_errors=True)
-                with contextlib.suppress(OSError):  # half a folder never has an entry's name
-                    os.rename(self.folder / name, removed)
+                remove_renamed(self.folder / name)
                 for folder in self._list_folders(name):
                     shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:

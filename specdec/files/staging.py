@@ -8,10 +8,12 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
+from specdec.files.manifest import JOURNAL_NAME, find_foreign
+from specdec.system.cache import remove_renamed
 
 # How a disk, a quota or a limit of the shell says that no more can be written.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -20,25 +22,37 @@ FULL_DISK_HINT = (
     " nothing half-written was left"
 )
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # how numpy says it, without a number
-JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 
 
-def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+def check_output_dir(
+    output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), is_own: bool = False
+) -> None:
     """Raise SpecDecError when an output folder cannot be written or would be overwritten.
 
-    `inputs` are folders and files that the work reads: the output may not take their place.
+    `inputs` are folders and files that the work reads: the output may not take their place. With
+    `force` it takes that of a folder that specdec wrote. is_own: nobody else writes there.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
     _protect(output_dir, inputs)
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
-        remedy = "choose another folder, or replace it with --force"
-        raise SpecDecError(f"{output_dir} exists and is not empty", remedy)
     if os.path.ismount(output_dir.resolve()):
         raise SpecDecError(
             f"{output_dir} is a mount point, whose place no other folder can take",
             f"name a folder in it, such as {output_dir / 'output'}",
         )
+    if not _is_free(output_dir):
+        foreign = None if is_own else find_foreign(output_dir)
+        if not force:
+            remedy = ", or replace it with --force" if foreign is None else ""
+            raise SpecDecError(
+                f"{output_dir} exists and is not empty", f"choose another folder{remedy}"
+            )
+        if foreign is not None:
+            raise SpecDecError(
+                f"{output_dir} is not replaced: {foreign}",
+                "choose another folder, or move away what is there; --force replaces only what"
+                " specdec wrote",
+            )
     parent = find_existing(output_dir.resolve().parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         lack = "is read-only" if parent.is_dir() else "is a file"
@@ -55,6 +69,12 @@ def _protect(output_dir: Path, inputs: Sequence[Path]) -> None:
         if output == protected_path or output in protected_path.parents:
             fact = f"{output_dir} is or holds {protected_path}, which it would replace"
             raise SpecDecError(fact, "choose another folder for the output")
+
+
+def _is_free(output_dir: Path) -> bool:
+    """Return whether a folder can take this name: nothing has it, or an empty folder."""
+    is_empty = output_dir.is_dir() and not any(output_dir.iterdir())
+    return is_empty or not output_dir.exists()
 
 
 def check_output_file(path: Path, *, force: bool) -> None:
@@ -160,45 +180,44 @@ def tell_full_disk(path: Path, remedy: str = FULL_DISK_HINT) -> Iterator[None]:
 @contextlib.contextmanager
 def stage_folder(
     output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False,
-    full_disk_hint: str = FULL_DISK_HINT,
+    is_own: bool = False, full_disk_hint: str = FULL_DISK_HINT,
+    finish: Callable[[], None] = lambda: None,
 ) -> Iterator[Path]:  # fmt: skip
     """Yield a hidden folder alongside `output_dir`; it takes that name only if the body succeeds.
 
-    What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
-    second process that stages the same output is refused; what a killed one left is removed. With
-    `resume` that is yielded instead, and kept when the work fails. full_disk_hint: for
-    a disk that is full.
+    What has come under that name meanwhile stays, and SpecDecError is raised, but for what `force`
+    replaces, see `check_output_dir`. A second process that stages the same output is refused; what
+    a killed one left is removed. With `resume` that is yielded instead, and kept when the work
+    fails. full_disk_hint: for a disk that is full. finish: called when the output has its name,
+    before another process may write it.
     """
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
     backup = output_dir.parent / f".{output_dir.name}.old"
-    with _hold_lock(output_dir):
+    with hold_lock(output_dir):
         try:
-            if backup.exists() and not output_dir.exists():
-                backup.rename(output_dir)  # a process was killed between the two renames
-            check_output_dir(output_dir, force=force, inputs=inputs)
+            _recover(output_dir, backup, is_own=is_own)
+            check_output_dir(output_dir, force=force, inputs=inputs, is_own=is_own)
             if partial.exists() and not resume:
                 shutil.rmtree(partial)
             partial.mkdir(exist_ok=True)
             with tell_full_disk(output_dir, full_disk_hint):
                 yield partial
-            is_free = not output_dir.exists() or (
-                output_dir.is_dir() and not any(output_dir.iterdir())
-            )
-            if not force and not is_free:
-                raise _refuse_newcomer(output_dir)
+            _refuse_newcomers(output_dir, force=force, is_own=is_own)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
-            _place_folder(partial, output_dir, backup, force=force)
+            _refuse_newcomers(output_dir, force=force, is_own=is_own)
+            _place_folder(partial, output_dir, backup)
             _sync(output_dir.parent)
+            finish()
         finally:
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _hold_lock(output_dir: Path) -> Iterator[None]:
+def hold_lock(output_dir: Path) -> Iterator[None]:
     """Hold a lock file alongside `output_dir`, or raise SpecDecError when another process does."""
     path = output_dir.parent / f".{output_dir.name}.lock"
     with path.open("w") as lock:
@@ -236,6 +255,26 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
+    """Finish what a process was killed amid: the old output comes back, or goes for the new one."""
+    foreign = find_foreign(backup) if backup.exists() and not is_own else None
+    if foreign is not None:
+        raise SpecDecError(
+            f"{backup} has the name that {output_dir} gets while it is replaced, and {foreign}",
+            "move it away, or choose another folder",
+        )
+    if backup.exists() and _is_free(output_dir):
+        backup.rename(output_dir)
+    remove_renamed(backup)
+
+
+def _refuse_newcomers(output_dir: Path, *, force: bool, is_own: bool) -> None:
+    """Raise SpecDecError where what has come under an output's name may not be replaced."""
+    may_replace = force and (is_own or find_foreign(output_dir) is None)
+    if not may_replace and not _is_free(output_dir):
+        raise _refuse_newcomer(output_dir)
+
+
 def _refuse_newcomer(output: Path) -> SpecDecError:
     return SpecDecError(
         f"{output} was not there at the start, but it has been made since",
@@ -243,10 +282,8 @@ def _refuse_newcomer(output: Path) -> SpecDecError:
     )
 
 
-def _place_folder(partial: Path, output_dir: Path, backup: Path, *, force: bool) -> None:
-    if force and output_dir.is_dir():
-        if backup.exists():
-            shutil.rmtree(backup)
+def _place_folder(partial: Path, output_dir: Path, backup: Path) -> None:
+    if not _is_free(output_dir):
         output_dir.rename(backup)
     try:
         partial.rename(output_dir)  # an empty folder gives way, nothing else does
@@ -256,7 +293,7 @@ def _place_folder(partial: Path, output_dir: Path, backup: Path, *, force: bool)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise _refuse_newcomer(output_dir) from None
         raise
-    shutil.rmtree(backup, ignore_errors=True)
+    remove_renamed(backup)
 
 
 def place_file(partial: Path, output: Path, *, force: bool) -> None:

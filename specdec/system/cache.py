@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 _locks: dict[Path, int] = {}  # descriptors of the folders that this process uses, until it ends
@@ -67,12 +66,19 @@ def clear_folder(folder: Path) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-        removed = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        folder.replace(removed)  # half a folder never has an entry's name
+        remove_renamed(folder)
     finally:
         os.close(lock)
-    shutil.rmtree(removed)
     return True
+
+
+def remove_renamed(folder: Path) -> None:
+    """Remove a folder, which loses its name first: half of one is never taken for a whole."""
+    removed = folder.with_name(f".{folder.name.removeprefix('.')}.removed")
+    shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed
+    with contextlib.suppress(FileNotFoundError):
+        folder.replace(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _is_at(descriptor: int, folder: Path) -> bool:

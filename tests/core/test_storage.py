@@ -21,7 +21,7 @@ from specdec import __version__
 from specdec.errors import SpecDecError
 from specdec.files import casts, staging
 from specdec.files.casts import cast
-from specdec.files.manifest import FORMAT_VERSION, describe_file, write_manifest
+from specdec.files.manifest import FORMAT_VERSION, JOURNAL_NAME, describe_file, write_manifest
 from specdec.files.reading import hash_file, read_json, read_members
 from specdec.files.staging import check_output_dir, place_file, stage_folder
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo, write_tensor_file
@@ -237,6 +237,13 @@ def refused(match: str, hint: str = "") -> Iterator[None]:
     assert hint in caught.value.hint
 
 
+def write_own(folder: Path, text: str, name: str = "x") -> None:
+    """Write an output with a manifest, as specdec's are."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    write_manifest(folder, kind="toy", settings={}, sources=[])
+
+
 def list_tree(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
@@ -256,7 +263,7 @@ def test_everything_is_on_the_disk_before_it_takes_its_name(
     with stage_folder(out, force=False) as partial:
         (partial / "sub").mkdir()
         (partial / "sub" / "x").write_text("new")
-        (partial / staging.JOURNAL_NAME).write_text("")
+        (partial / JOURNAL_NAME).write_text("")
         monkeypatch.setattr(os, "fsync", note)
     assert sorted(synced[:-1]) == [
         (".out.partial", False), (".out.partial/sub", False), (".out.partial/sub/x", False),
@@ -284,8 +291,7 @@ def test_resume_finds_and_keeps_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(5, "x")])
 def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "x").write_text("old")
+    write_own(out, "old")
 
     def work() -> None:
         with stage_folder(out, force=True) as partial:
@@ -294,7 +300,7 @@ def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> 
 
     with pytest.raises(type(error)):
         work()
-    assert list_tree(tmp_path) == ["out", "out/x"]
+    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/x"]
     assert (out / "x").read_text() == "old"
 
 
@@ -302,13 +308,13 @@ def test_force_replaces_everything(tmp_path: Path) -> None:
     """An empty folder needs none, and a file is never replaced."""
     out = tmp_path / "out"
     out.mkdir()
-    with stage_folder(out, force=False) as partial:
-        (partial / "stale").write_text("old")
+    with stage_folder(out, force=True) as partial:
+        write_own(partial, "old", "stale")
     with refused("exists and is not empty", "--force"), stage_folder(out, force=False):
         pytest.fail("entered")
     with stage_folder(out, force=True) as partial:
         (partial / "x").write_text("new")
-        assert list_tree(out) == ["stale"]
+        assert list_tree(out) == ["manifest.json", "stale"]
     assert list_tree(tmp_path) == ["out", "out/x"]
     with refused("x is a file"):
         check_output_dir(out / "x", force=True)
@@ -351,9 +357,16 @@ def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_second_writer_is_refused(tmp_path: Path) -> None:
+    """Until what is to be done beside the finished output is done, too."""
     out = tmp_path / "out"
-    with stage_folder(out, force=False) as partial:
-        (partial / "x").write_text("first")
+
+    def finish() -> None:
+        assert (out / "x").is_file()
+        with refused("another process is writing"), stage_folder(out, force=True):
+            pytest.fail("entered")
+
+    with stage_folder(out, force=False, finish=finish) as partial:
+        write_own(partial, "first")
         with refused("another process is writing"), stage_folder(out, force=True):
             pytest.fail("entered")
     assert (out / "x").read_text() == "first"
@@ -367,14 +380,14 @@ def test_finished_meanwhile_is_not_overwritten(
 ) -> None:
     """Another process may finish the same output until we hold the lock."""
     out = tmp_path / "out"
-    original = staging._hold_lock
+    original = staging.hold_lock
 
     def finish_first(path: Path) -> Any:
         out.mkdir()
         (out / "x").write_text("theirs")
         return original(path)
 
-    monkeypatch.setattr(staging, "_hold_lock", finish_first)
+    monkeypatch.setattr(staging, "hold_lock", finish_first)
     with refused("exists and is not empty"), stage_folder(out, force=False):
         pytest.fail("entered")
     assert (out / "x").read_text() == "theirs"
@@ -400,7 +413,7 @@ def test_what_appears_meanwhile_stays(
     def work(*, force: bool) -> None:
         with stage_folder(out, force=force, resume=resume) as partial:
             (partial / "y").write_text("ours")
-            (partial / staging.JOURNAL_NAME).write_text("")
+            (partial / JOURNAL_NAME).write_text("")
             if moment == "amid the work":
                 make_newcomer(out, is_folder)
 
@@ -409,16 +422,11 @@ def test_what_appears_meanwhile_stays(
     assert kept.read_text() == "theirs"
     assert (tmp_path / ".out.partial" / "y").exists() == resume
     if resume and moment == "amid the work":
-        assert (tmp_path / ".out.partial" / staging.JOURNAL_NAME).exists(), "can be gone on with"
-    if is_folder:
-        shutil.rmtree(out)
+        assert (tmp_path / ".out.partial" / JOURNAL_NAME).exists(), "can be gone on with"
+    shutil.rmtree(out) if is_folder else out.unlink()
+    with pytest.raises(SpecDecError, match="it has been made since"):
         work(force=True)
-        assert list_tree(tmp_path) == ["out", "out/y"]
-    else:
-        out.unlink()
-        with pytest.raises(SpecDecError, match="it has been made since"):
-            work(force=True)
-        assert kept.read_text() == "theirs"
+    assert kept.read_text() == "theirs"
 
 
 def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
@@ -433,6 +441,64 @@ def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
     place_file(partial, out, force=True)
     assert out.read_text() == "later"
     assert list_tree(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("case", ["a project", "another tool's manifest", "a damaged one", "notes"])
+def test_force_replaces_only_what_specdec_wrote(case: str, force: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_own(out, "old")
+    if case == "a project":
+        (out / "manifest.json").unlink()
+    elif case == "another tool's manifest":
+        (out / "manifest.json").write_text('{"outputs": [{"path": "x", "bytes": 3}]}')
+    elif case == "a damaged one":
+        (out / "manifest.json").write_text('{"tool": "specdec", "outputs": [')
+    else:
+        (out / "sub").mkdir()
+        (out / "sub" / "notes.txt").touch()
+    before = list_tree(tmp_path)
+    fact = "specdec did not write: sub/notes.txt" if case == "notes" else "no manifest.json in it"
+    expected = refused(f"out is not replaced: .*{fact}", "move away what is there") if force else (
+        refused("out exists and is not empty", "choose another folder"))  # fmt: skip
+    with expected, stage_folder(out, force=force):
+        pytest.fail("entered")
+    assert list_tree(tmp_path) == before
+
+
+def test_files_that_were_added_meanwhile_are_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_own(out, "old")
+    with refused("it has been made since"), stage_folder(out, force=True) as partial:
+        (partial / "x").write_text("new")
+        (out / "notes.txt").touch()
+    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/notes.txt", "out/x"]
+
+
+@pytest.mark.parametrize("left", [".out.old", ".out.old.removed"])
+def test_what_is_left_of_a_replaced_output_goes(left: str, tmp_path: Path) -> None:
+    """A kill between the placing of the new one and the end of the old one's removal."""
+    out = tmp_path / "out"
+    write_own(out, "new")
+    write_own(tmp_path / left, "old")
+    with stage_folder(out, force=True) as partial:
+        write_own(partial, "newer")
+        assert not (tmp_path / left).exists()
+    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/x"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_backup_that_is_not_ours_stays(is_there: bool, tmp_path: Path) -> None:
+    """Such as ~/.config.old, beside the output ~/config."""
+    if is_there:
+        write_own(tmp_path / "config", "ours")
+    (tmp_path / ".config.old").mkdir()
+    (tmp_path / ".config.old" / "settings").write_text("theirs")
+    before = list_tree(tmp_path)
+    with refused(".config.old has the name that .*/config gets while", "move it away"):
+        with stage_folder(tmp_path / "config", force=True):
+            pytest.fail("entered")
+    assert list_tree(tmp_path) == before
 
 
 def die_while_writing(out: Path) -> None:
@@ -454,8 +520,7 @@ def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path)
     """Half of an output is removed; what was there before comes back."""
     out = tmp_path / "out"
     if die is die_between_renames:
-        out.mkdir()
-        (out / "x").write_text("old")
+        write_own(out, "old")
     process = multiprocessing.get_context("spawn").Process(target=die, args=(out,))
     process.start()
     process.join()
