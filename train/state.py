@@ -65,18 +65,22 @@ class TrainingState:
     def refuse_unfinished(self, *, resume: bool, force: bool) -> None:
         """Raise SpecDecError for an unfinished training, unless it is resumed or replaced.
 
-        What is left of one whose drafter has its name is removed.
+        One that another process is at is refused, too. What is left of one whose drafter has its
+        name is removed.
         """
-        manifest = self._output_dir / NAME
-        if self._finished.is_file() and manifest.is_file():
-            with hold_lock(self._output_dir):
+        if not self._settings.is_file():
+            return
+        with hold_lock(self._output_dir):
+            manifest = self._output_dir / NAME
+            if self._finished.is_file() and manifest.is_file():
                 if self._finished.read_text(encoding="utf-8") == hash_file(manifest):
                     self.remove()
-        if self._settings.is_file() and not resume and not force:
-            raise SpecDecError(
-                f"an unfinished training is in {self.folder}",
-                "continue it with --resume, or start over with --force",
-            )
+                    return
+            if not resume and not force:
+                raise SpecDecError(
+                    f"an unfinished training is in {self.folder}",
+                    "continue it with --resume, or start over with --force",
+                )
 
     def open(
         self, facts: Mapping[str, Any], *, resume: bool, inferred: Collection[str] = ()
