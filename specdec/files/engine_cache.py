@@ -40,10 +40,14 @@ class CacheEntry:
 
 
 class EngineCache:
-    """Folders that appear whole or not at all; a folder in use is not removed."""
+    """Folders that appear whole or not at all; a folder in use is not removed.
 
-    def __init__(self, folder: Path) -> None:
+    is_temporary: nothing in it is kept for another process.
+    """
+
+    def __init__(self, folder: Path, *, is_temporary: bool = False) -> None:
         self.folder = folder
+        self.is_temporary = is_temporary
 
     def has(self, name: str) -> bool:
         """Return whether the folder of that name is there."""

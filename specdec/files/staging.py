@@ -119,8 +119,12 @@ def write_whole(path: Path, text: str, *, force: bool, mode: int | None = None) 
 
 
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
-    """Return the existing folder that an output will lie in, and the free bytes of its disk."""
+    """Return the existing folder that an output will lie in, and the free bytes of its disk.
+
+    Hidden folders that come about are left out: their names tell a user nothing.
+    """
     folder = find_existing(output_dir.resolve())
+    folder = next(path for path in (folder, *folder.parents) if name_final(path) == path)
     return folder, shutil.disk_usage(folder).free
 
 

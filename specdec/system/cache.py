@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 from pathlib import Path
+
+from specdec.system import logs
+
+logger = logs.get_logger(__name__)
 
 _locks: dict[Path, int] = {}  # descriptors of the entries that this process uses, until it ends
 
@@ -88,11 +93,17 @@ def clear_entry(entry: Path) -> bool:
 
 def remove_renamed(folder: Path) -> None:
     """Remove a folder, which loses its name first: half of one is never taken for a whole."""
-    removed = folder.with_name(f".{folder.name.removeprefix('.')}.removed")
+    removed = folder.with_name(f".{folder.name.removeprefix('.')}.rm")
     shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed
-    with contextlib.suppress(FileNotFoundError):
+    try:
         folder.replace(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    except OSError as error:  # none is there, or another user's, which stays, has the other name
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    for path in (removed, folder):
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            logger.warning("%s cannot be removed: check its permissions", path)
 
 
 def _is_at(descriptor: int, entry: Path) -> bool:
