@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
-from specdec.files.manifest import JOURNAL_NAME, find_foreign
 from specdec.system.cache import remove_renamed
 
 # How a disk, a quota or a limit of the shell says that no more can be written.
@@ -41,7 +40,7 @@ def check_output_dir(
             f"name a folder in it, such as {output_dir / 'output'}",
         )
     if not _is_free(output_dir):
-        foreign = None if is_own else find_foreign(output_dir)
+        foreign = None if is_own else _find_foreign(output_dir)
         if not force:
             remedy = ", or replace it with --force" if foreign is None else ""
             raise SpecDecError(
@@ -75,6 +74,12 @@ def _is_free(output_dir: Path) -> bool:
     """Return whether a folder can take this name: nothing has it, or an empty folder."""
     is_empty = output_dir.is_dir() and not any(output_dir.iterdir())
     return is_empty or not output_dir.exists()
+
+
+def _find_foreign(folder: Path) -> str | None:
+    from specdec.files.manifest import find_foreign  # imports numpy
+
+    return find_foreign(folder)
 
 
 def check_output_file(path: Path, *, force: bool) -> None:
@@ -195,6 +200,8 @@ def stage_folder(
     fails. full_disk_hint: for a disk that is full. finish: called when the output has its name,
     before another process may write it.
     """
+    from specdec.files.manifest import JOURNAL_NAME  # imports numpy
+
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
@@ -261,7 +268,7 @@ def _sync(path: Path) -> None:
 
 def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
     """Finish what a process was killed amid: the old output comes back, or goes for the new one."""
-    foreign = find_foreign(backup) if backup.exists() and not is_own else None
+    foreign = _find_foreign(backup) if backup.exists() and not is_own else None
     if foreign is not None:
         raise SpecDecError(
             f"{backup} has the name that {output_dir} gets while it is replaced, and {foreign}",
@@ -274,7 +281,7 @@ def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
 
 def _refuse_newcomers(output_dir: Path, *, force: bool, is_own: bool) -> None:
     """Raise SpecDecError where what has come under an output's name may not be replaced."""
-    may_replace = force and (is_own or find_foreign(output_dir) is None)
+    may_replace = force and (is_own or _find_foreign(output_dir) is None)
     if not may_replace and not _is_free(output_dir):
         raise _refuse_newcomer(output_dir)
 
