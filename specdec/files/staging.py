@@ -31,6 +31,7 @@ def check_output_dir(
     `inputs` are folders and files that the work reads: the output may not take their place. With
     `force` it takes that of a folder that specdec wrote. is_own: nobody else writes there.
     """
+    _check_name(output_dir)
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
     _protect(output_dir, inputs)
@@ -61,6 +62,15 @@ def check_output_dir(
         )
 
 
+def _check_name(output: Path) -> None:
+    """Raise SpecDecError where an output's name is too long for its disk while it is written."""
+    num_bytes = len(os.fsencode(get_partial(output).name))
+    limit = os.pathconf(find_existing(output.resolve().parent), "PC_NAME_MAX")
+    if 0 < limit < num_bytes:  # a file system in user space may tell none
+        fact = f"{output} has a name of {num_bytes} bytes while it is written"
+        raise SpecDecError(f"{fact}, its disk allows {limit}", "choose a shorter name")
+
+
 def _protect(output_dir: Path, inputs: Sequence[Path]) -> None:
     """Raise SpecDecError where an output would take the place of inputs, or of this folder."""
     output = output_dir.resolve()
@@ -88,6 +98,7 @@ def check_output_file(path: Path, *, force: bool) -> None:
     It is called before the work whose result the file takes; its folder need not be there yet.
     Pipes and terminals may be there.
     """
+    _check_name(path)
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
     if path.is_file() and not force:

@@ -18,6 +18,7 @@ from specdec.files.manifest import JOURNAL_NAME, write_manifest
 from specdec.files.staging import (
     check_free_space,
     check_output_dir,
+    check_output_file,
     get_partial,
     place_file,
     stage_folder,
@@ -112,6 +113,16 @@ def test_force_replaces_everything(tmp_path: Path) -> None:
     assert list_tree(tmp_path) == ["out", "out/x"]
     with refused("x is a file"):
         check_output_dir(out / "x", force=True)
+
+
+@pytest.mark.parametrize("check", [check_output_dir, check_output_file])
+def test_a_name_that_is_too_long_is_told_before_the_work(
+    check: Callable[..., None], tmp_path: Path
+) -> None:
+    """It was told when the output was written."""
+    check(tmp_path / ("é" * 123), force=False)
+    with refused("has a name of 257 bytes while it is written, its disk allows 255", "shorter"):
+        check(tmp_path / "new" / ("é" * 124), force=False)
 
 
 def test_an_output_that_no_rename_can_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
