@@ -73,11 +73,15 @@ def _check_name(output: Path) -> None:
 
 def _protect(output_dir: Path, inputs: Sequence[Path]) -> None:
     """Raise SpecDecError where an output would take the place of inputs, or of this folder."""
-    output = output_dir.resolve()
+    output_dir = output_dir.resolve()
+    if not output_dir.exists():
+        return
+    output = output_dir.stat()  # a folder may have several paths: bind mounts, names in any case
     for protected_path in (Path.cwd(), *(path.resolve() for path in inputs)):
-        if output == protected_path or output in protected_path.parents:
-            fact = f"{output_dir} is or holds {protected_path}, which it would replace"
-            raise SpecDecError(fact, "choose another folder for the output")
+        for path in (protected_path, *protected_path.parents):
+            if path.exists() and os.path.samestat(path.stat(), output):
+                fact = f"{output_dir} is or holds {protected_path}, which it would replace"
+                raise SpecDecError(fact, "choose another folder for the output")
 
 
 def _is_free(output_dir: Path) -> bool:

@@ -152,6 +152,19 @@ def test_inputs_and_current_folder_are_never_replaced(
             check_output_dir(out, force=True)
 
 
+def test_an_input_is_protected_under_another_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bind mount of a folder above it, or another case of its name on a disk that has one."""
+    monkeypatch.setattr(Path, "resolve", lambda path, **_: path)
+    write_own(tmp_path / "checkpoint", "x")
+    (tmp_path / "mounted").symlink_to(tmp_path)
+    with refused("mounted/checkpoint is or holds .*/checkpoint, which it would replace"):
+        check_output_dir(
+            tmp_path / "mounted" / "checkpoint", force=True, inputs=[tmp_path / "checkpoint"]
+        )
+
+
 def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
