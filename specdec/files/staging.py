@@ -96,13 +96,20 @@ def _find_foreign(folder: Path) -> str | None:
     return find_foreign(folder)
 
 
-def check_output_file(path: Path, *, force: bool) -> None:
+def _protect_files(path: Path, inputs: Sequence[Path]) -> None:
+    """Raise SpecDecError where an output file would take the place of an input."""
+    if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):
+        raise SpecDecError(f"{path} is read as well, and would be replaced", "name another file")
+
+
+def check_output_file(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Raise SpecDecError where a file cannot be written, or is there already without `force`.
 
     It is called before the work whose result the file takes; its folder need not be there yet.
-    Pipes and terminals may be there.
+    Pipes and terminals may be there. inputs: files that the work reads, which it may not replace.
     """
     _check_name(path)
+    _protect_files(path, inputs)
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
     if path.is_file() and not force:

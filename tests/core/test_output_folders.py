@@ -165,6 +165,17 @@ def test_an_input_is_protected_under_another_path(
         )
 
 
+def test_an_input_file_is_never_replaced(tmp_path: Path) -> None:
+    prompts, link = tmp_path / "prompts.txt", tmp_path / "link"
+    prompts.touch()
+    link.symlink_to(prompts)
+    for path in (prompts, link):
+        with refused(f"{path.name} is read as well, and would be replaced"):
+            check_output_file(path, force=True, inputs=[tmp_path / "absent", prompts])
+    check_output_file(tmp_path / "absent", force=True, inputs=[tmp_path / "absent", prompts])
+    check_output_file(Path("/dev/null"), force=True, inputs=[Path("/dev/null")])
+
+
 def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")

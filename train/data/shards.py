@@ -19,7 +19,7 @@ from typing import Any
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.manifest import describe_file
 from specdec.files.reading import read_json
-from specdec.files.staging import check_output_file
+from specdec.files.staging import check_output_file, list_local
 
 from .output import write_manifest, write_rows
 from .settings import DataSettings
@@ -96,7 +96,7 @@ def merge_shards(settings: DataSettings) -> dict[str, Any]:
     output = settings.output
     files = sorted(map(open_shard, map(Path, settings.merge)), key=lambda file: file.shard.number)
     check_shards(files)
-    check_output_file(output, force=settings.force)
+    check_output_file(output, force=settings.force, inputs=list_local(*settings.merge))
     merged_rows = heapq.merge(*(file.read_rows() for file in files))
     write_rows(output, (line for _, line in merged_rows), force=settings.force)
     report = {
