@@ -18,6 +18,7 @@ from specdec.errors import SpecDecError
 from specdec.files.staging import find_existing, stage_folder
 from specdec.system import logs
 from specdec.system.cache import find_cache, remove_renamed
+from specdec.system.locks import lock_file
 
 logger = logs.get_logger(__name__)
 
@@ -137,12 +138,12 @@ class EngineCache:
 
             def relock(operation: int) -> None:
                 try:
-                    fcntl.flock(file, operation | fcntl.LOCK_NB)
+                    lock_file(file, operation | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if operation & fcntl.LOCK_NB:
                         raise
                     logger.info("waiting for another process that uses or makes %s", name)
-                    fcntl.flock(file, operation)
+                    lock_file(file, operation)
 
             relock(operation)
             yield relock
@@ -162,7 +163,7 @@ class EngineUse:
         self._path = entry.with_name(f"{entry.name}{LOCK_SUFFIX}")
         with contextlib.suppress(OSError):  # a cache that cannot be written, nor cleared
             self._lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            lock_file(self._lock, fcntl.LOCK_SH)
             note_use(self._path)
 
     def __del__(self) -> None:

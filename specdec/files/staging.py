@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specdec.errors import SpecDecError
 from specdec.system.cache import remove_renamed
+from specdec.system.locks import lock_file
 
 # How a disk, a quota or a limit of the shell says that no more can be written.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -255,7 +256,7 @@ def hold_lock(output_dir: Path) -> Iterator[None]:
     path = output_dir.parent / f".{output_dir.name}.lock"
     with path.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have removed the file between our open and our lock; a third
             # process would then lock a new file of that name.
             if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):

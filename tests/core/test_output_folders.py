@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -14,6 +16,7 @@ import pytest
 
 from specdec.errors import SpecDecError
 from specdec.files import staging
+from specdec.files.engine_cache import EngineCache
 from specdec.files.manifest import JOURNAL_NAME, write_manifest
 from specdec.files.staging import (
     check_free_space,
@@ -202,6 +205,22 @@ def test_second_writer_is_refused(tmp_path: Path) -> None:
     with stage_folder(out, force=True) as partial:
         (partial / "x").write_text("second")
     assert (out / "x").read_text() == "second"
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre is mounted by default: outputs and engines come about all the same."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with stage_folder(tmp_path / "out", force=False) as partial:
+        (partial / "x").write_text("new")
+    cache = EngineCache(tmp_path / "cache")
+    with cache.hold("a", lambda folder: (folder / "engine").touch(), force=False) as entry:
+        assert (entry / "engine").is_file()
+    assert [each.name for each in cache.clear()[0]] == ["a"]
+    assert list_tree(tmp_path) == ["cache", "cache/a.lock", "out", "out/x"]
 
 
 def test_finished_meanwhile_is_not_overwritten(
