@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.command.settings import need
+from specdec.command.settings import need, to_plain
 from specdec.errors import Problems, SpecDecError, UsageError, join_names, suggest
 from specdec.files.backends import TENSORRT_LLM, read_backend
+from specdec.files.manifest import write_manifest
 from specdec.files.staging import check_output_dir, stage_folder
 from specdec.methods.lookahead import count_lookahead_tokens
 from specdec.options import Contradiction, name_flag
@@ -391,6 +392,7 @@ def write_repository(settings: BuildSettings, templates: Mapping[str, str]) -> d
             shutil.copytree(folder / source, staged / model)
             (staged / model / CONFIG).write_text(text, encoding="utf-8")
             (staged / model / "1").mkdir(exist_ok=True)
+        write_manifest(staged, kind="triton", settings=to_plain(settings), sources=[])
     logger.info("model repository %s; serve it with: %s", output, report["launch"])
     return report
 

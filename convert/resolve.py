@@ -15,6 +15,7 @@ from specdec.files.folders import (
     is_hub_id,
     refuse_absent,
 )
+from specdec.system.cache import use_download
 
 from .hf import GgufFolder, HfFolder
 from .hub import fetch_model
@@ -28,6 +29,7 @@ def open_model(name: str, flag: str, kind: str | None = MODEL) -> HfFolder:
     if not name:
         raise UsageError(f"{flag} is empty", "give a folder or Hub id")
     path = Path(name)
+    use_download(path)
     if kind in (MODEL, MTP) and (file := find_gguf(path)) is not None:
         return GgufFolder(file)
     if kind not in (MODEL, MTP) and path.is_file() and find_gguf(path) is not None:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecDecError, count
+from specdec.errors import SpecDecError
 from specdec.files.engine_cache import (
     FOLDER_NAME,
     LIMIT_VARIABLE,
@@ -17,7 +17,7 @@ from specdec.files.engine_cache import (
     measure_folder,
     read_limit,
 )
-from specdec.system.cache import PARTS, clear_folder, find_cache
+from specdec.system.cache import DOWNLOADS, PARTS, clear_entry, find_cache
 
 ENGINES = PARTS[FOLDER_NAME]
 PARTIAL_PREFIXES = (".", "tmp")  # of names of what is being written
@@ -94,11 +94,12 @@ def format_cleared(report: dict[str, Any]) -> str:
         entries = [entry for entry in report["removed"] if entry["part"] == part]
         size = sum(entry["bytes"] for entry in entries)
         lines.append(f"  {part}: {len(entries)}, {size / 1e6:.1f} MB")
-        if part in (ENGINES, PARTS["models"]):
+        if part in (ENGINES, PARTS[DOWNLOADS]):
             lines += [f"    {entry['name']}: {entry['bytes'] / 1e6:.1f} MB" for entry in entries]
     if report["left"]:
         names = ", ".join(entry["name"] for entry in report["left"])
-        lines.append(f"left: {count(len(report['left']), 'entry in use')}: {names}")
+        number = len(report["left"])
+        lines.append(f"left: {number} {'entry' if number == 1 else 'entries'} in use: {names}")
     return "\n".join(lines)
 
 
@@ -135,9 +136,7 @@ def _remove(path: Path) -> bool:
             newest = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
             if time.time() - newest < ABANDONED_SECONDS:
                 return False
-        if path.is_dir() and not path.is_symlink():
-            return clear_folder(path)
-        path.unlink()
+        return clear_entry(path)
     return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ from specdec.files.acceptance import copy_acceptance
 from specdec.files.folders import find_gguf
 from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json, write_json
-from specdec.files.staging import check_output_dir, list_local, stage_folder, tell_full_disk
+from specdec.files.staging import (
+    check_output_dir,
+    get_partial,
+    list_local,
+    stage_folder,
+    tell_full_disk,
+)
 from specdec.files.tensor_file import write_tensor_file
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
@@ -41,7 +46,10 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
     settings = place_drafter(settings)
     inputs = list_local(settings.checkpoint_dir, settings.model_dir, *settings.drafters.values())
     check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    with hold_checkpoint(settings) as checkpoint:
+    with (
+        stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged,
+        hold_checkpoint(settings) as checkpoint,
+    ):
         source, output_path = Source(checkpoint), str(settings.output_dir)
         target = "TARGET" if source.kind == "plain" else settings.model_dir or "BASE"
         order = Order(settings=settings, source=source, target=target, output_path=output_path)
@@ -53,8 +61,7 @@ def export_model(settings: ExportSettings) -> dict[str, Any]:
             add_companions(settings, contents)
         if settings.deploy is not None:
             contents.texts |= write_deployment(order)
-        with stage_folder(settings.output_dir, force=settings.force, inputs=inputs) as staged:
-            write_folder(staged, order, contents, command)
+        write_folder(staged, order, contents, command)
     if settings.to == "gguf" and source.kind == "plain":
         warn_of_widening(settings, source)
     title = RUNTIMES[settings.to].title
@@ -76,14 +83,15 @@ def hold_checkpoint(settings: ExportSettings) -> Iterator[Path]:
     if settings.checkpoint_dir is not None:
         yield settings.checkpoint_dir
         return
-    parent = settings.output_dir.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    output_dir = settings.output_dir.resolve()
     # By this name, convert leaves the error of a full disk to this command.
-    temporary = tempfile.mkdtemp(prefix=".specdec-export-", suffix=".partial", dir=parent)
+    temporary = get_partial(output_dir.with_name(f"{output_dir.name}.checkpoint"))
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # Ctrl-C may interrupt the first removal
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-        folder = Path(temporary) / "checkpoint"
+        temporary.mkdir()
+        folder = temporary / "checkpoint"
         command = load_command("convert")
         options: dict[str, Any] = dict(settings.drafters)
         if METHODS["eagle"].folder in options:

@@ -124,14 +124,24 @@ def check_prompts(
 def open_cache(settings: GenerateSettings) -> Iterator[tuple[EngineCache, float | None]]:
     """Yield the user's cache and its limit in bytes, or one without that is gone afterwards."""
     folder = None if settings.no_cache else find_cache()
-    if folder is not None and os.access(find_existing(folder / FOLDER_NAME), os.W_OK):
+    lack = _explain_lack(folder)
+    if folder is not None and lack is None:
         yield EngineCache(folder / FOLDER_NAME), read_limit(folder)
         return
     if not settings.no_cache:
-        lack = "there is no home folder" if folder is None else f"{folder} is read-only"
         logger.warning("%s, so the engine is not kept: set SPECDEC_CACHE_DIR", lack)
     with tempfile.TemporaryDirectory(prefix="specdec-generate-") as temporary:
-        yield EngineCache(Path(temporary)), None
+        yield EngineCache(Path(temporary), is_temporary=True), None
+
+
+def _explain_lack(folder: Path | None) -> str | None:
+    """Say why no engine can be kept in a cache folder; None where one can."""
+    if folder is None:
+        return "there is no home folder"
+    existing = find_existing(folder / FOLDER_NAME)
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK) else f"{folder} is read-only"
 
 
 def limit_cache(cache: EngineCache, max_bytes: float) -> None:
@@ -169,7 +179,7 @@ def hold_engine(cache: EngineCache, plan: EnginePlan, settings: GenerateSettings
     with cache.hold(plan.name, make, force=force) as folder:
         engine = folder / "engine"
         size = measure_folder(folder) / 1e6
-        if settings.no_cache:
+        if cache.is_temporary:
             logger.info("engine of %.1f MB, not kept", size)
         else:
             logger.info(

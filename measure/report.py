@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import count, name_extra
+from specdec.files.manifest import write_manifest
 from specdec.files.reading import write_json
 from specdec.files.staging import stage_folder
 from specdec.system import logs
@@ -185,4 +186,5 @@ def write_report(report: dict[str, Any], folder: Path, *, force: bool) -> None:
             logger.warning(
                 "no plots: matplotlib is not installed; %s installs it", name_extra("plot")
             )
+        write_manifest(staged, kind="report", settings={}, sources=[])
     logger.info("the report is in %s", folder)

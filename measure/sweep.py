@@ -67,7 +67,10 @@ def run_sweep(settings: BenchSettings) -> dict[str, Any]:
     """
     combinations = read_sweep(settings)
     if settings.output is not None:
-        check_output_dir(settings.output, force=settings.force, inputs=[])
+        # The folders of the reports are replaced, not the one that holds them.
+        check_output_dir(settings.output, force=settings.force, is_own=True)
+        for options in combinations:
+            check_output_dir(settings.output / name_combination(options), force=settings.force)
     rows: list[dict[str, Any]] = []
     for options in combinations:
         label = name_combination(options)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.command.settings import to_plain
+from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.staging import stage_folder
 from specdec.system.logs import get_logger
 
@@ -45,6 +47,8 @@ def write_jobs(settings: RecipeSettings) -> dict[str, Any]:
             path.write_text(text, encoding="utf-8")
             if path.suffix == ".sh":
                 path.chmod(0o755)
+        sources = [describe_file(path) for path in inputs]
+        write_manifest(folder, kind="jobs", settings=to_plain(settings), sources=sources)
     return {
         "output_dir": str(settings.output_dir), "to": settings.to, "name": recipe.jobs.name,
         "stages": [stage.name for stage in stages], "files": sorted(files),

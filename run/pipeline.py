@@ -15,7 +15,7 @@ from specdec.command.settings import need, require
 from specdec.errors import UsageError, count
 from specdec.files.backends import BACKENDS, find_backend
 from specdec.files.manifest import check_hashes
-from specdec.files.staging import check_output_file, place_file
+from specdec.files.staging import check_output_file, list_local, place_file
 from specdec.methods import CHAIN_MEMBERS, LONE_MEMBERS, METHODS
 from specdec.methods.budget import read_budget
 from specdec.methods.chain import read_chain
@@ -178,12 +178,12 @@ def name_runtime(core: EngineCore) -> str:
 def check_settings(settings: RunSettings) -> None:
     """Raise UsageError for flags that are missing, contradict one another, or have no effect."""
     require(settings)
-    if settings.output_file is not None:
-        check_output_file(settings.output_file, force=settings.force)
-        if settings.writes_logits:
-            check_output_file(name_logits(settings.output_file), force=settings.force)
-    if settings.acceptance_output is not None:
-        check_output_file(settings.acceptance_output, force=settings.force)
+    outputs = [settings.output_file, settings.acceptance_output]
+    if settings.writes_logits and settings.output_file is not None:
+        outputs.append(name_logits(settings.output_file))
+    for path in outputs:
+        if path is not None:
+            check_output_file(path, force=settings.force, inputs=list_local(settings.input_file))
     settings.refuse_contradictions()
     for method in METHODS.values():  # raises errors of options before anything is loaded
         method.read(settings)

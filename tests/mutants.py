@@ -185,7 +185,7 @@ BREAKS = {
     ),
     "what a failed command wrote stays": Break(
         "specdec/files/staging.py", "shutil.rmtree(partial, ignore_errors=True)", "pass",
-        ["core/test_storage.py"],
+        ["core/test_output_folders.py"],
     ),
     "an unusable file ends with status 0": Break(
         "specdec/command/stages.py", "(2 if isinstance(error, UsageError) else 1), error.message",

@@ -64,11 +64,12 @@ def check_folders(settings: TrainSettings) -> None:
                 "name two folders side by side",
             )
     inputs = [*list_inputs(settings), *list_local(states)]
-    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
-    if not get_launched_rank():  # only the writer: others may see this training's new folder
+    # Only the writer: other processes may see this training's new folder.
+    if (get_launched_rank() or 0) == 0:
         TrainingState(settings.output_dir).refuse_unfinished(
             resume=settings.resume, force=settings.force
         )
+    check_output_dir(settings.output_dir, force=settings.force, inputs=inputs)
 
 
 def refuse_launcher(environment: Mapping[str, str]) -> None:

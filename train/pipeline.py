@@ -35,7 +35,7 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     # torch and transformers take seconds to import, so the cheap checks come first.
     from .hub import open_hub, push_folder
     from .output import write_drafter
-    from .state import FULL_DISK_HINT
+    from .state import FULL_DISK_HINT, TrainingState
 
     accelerator = start_accelerator(settings)
     hub = None
@@ -46,8 +46,9 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
     if accelerator.is_main_process:
         inputs = list_inputs(settings)
         output = stage_folder(
-            settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT
-        )
+            settings.output_dir, force=settings.force, inputs=inputs, full_disk_hint=FULL_DISK_HINT,
+            finish=TrainingState(settings.output_dir).remove,
+        )  # fmt: skip
     with name_unfinished(settings), output as folder:
         job = prepare_job(prepare_setup(settings, accelerator))
         with job.state.removing(is_kept=folder is None or settings.resume):
@@ -68,8 +69,8 @@ def train_drafter(settings: TrainSettings) -> dict[str, Any] | None:
             write_drafter(
                 folder, job, loop.drafter, weights, report, rows_per_step=loop.rows_per_step
             )
+            job.state.mark_finished(folder)
     if report is not None:
-        job.state.remove()
         logger.info("the drafter is in %s", settings.output_dir)
         if hub is not None and settings.push_to_hub:
             report["hub"] = push_folder(hub, settings.push_to_hub, settings.output_dir)

@@ -4,6 +4,7 @@
     data/             the tokenized rows; `complete` has the sha256 of their files
     checkpoint.pt     weights, optimizer, step (torch.save; loaded with weights_only)
     log.jsonl         one line per progress line
+    finished          the sha256 of the drafter's manifest.json, once the drafter is written
 
 Data order and learning rate are functions of the step and the seed, so they need no saving.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.command.settings import to_plain
 from specdec.errors import SpecDecError, summarize
-from specdec.files.manifest import describe_file
+from specdec.files.manifest import NAME, describe_file
 from specdec.files.reading import hash_file, parse_json, read_json, write_json
+from specdec.files.staging import hold_lock
 from specdec.options import name_flag
+from specdec.system.cache import remove_renamed
 from specdec.system.logs import get_logger
 
 from .settings import LAYERS_FLAG, TrainSettings
@@ -57,14 +59,28 @@ class TrainingState:
         self._complete = self.data_folder / "complete"
         self._settings = self.folder / "settings.json"
         self._log = self.folder / "log.jsonl"
+        self._finished = self.folder / "finished"
+        self._output_dir = output_dir
 
     def refuse_unfinished(self, *, resume: bool, force: bool) -> None:
-        """Raise SpecDecError for an unfinished training, unless it is resumed or replaced."""
-        if self._settings.is_file() and not resume and not force:
-            raise SpecDecError(
-                f"an unfinished training is in {self.folder}",
-                "continue it with --resume, or start over with --force",
-            )
+        """Raise SpecDecError for an unfinished training, unless it is resumed or replaced.
+
+        One that another process is at is refused, too. What is left of one whose drafter has its
+        name is removed.
+        """
+        if not self._settings.is_file():
+            return
+        with hold_lock(self._output_dir):
+            manifest = self._output_dir / NAME
+            if self._finished.is_file() and manifest.is_file():
+                if self._finished.read_text(encoding="utf-8") == hash_file(manifest):
+                    self.remove()
+                    return
+            if not resume and not force:
+                raise SpecDecError(
+                    f"an unfinished training is in {self.folder}",
+                    "continue it with --resume, or start over with --force",
+                )
 
     def open(
         self, facts: Mapping[str, Any], *, resume: bool, inferred: Collection[str] = ()
@@ -90,7 +106,7 @@ class TrainingState:
             return
         if resume:
             logger.info("nothing to resume: a new training begins")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.remove()
         self.folder.mkdir(parents=True)
         self._write_aside(self._settings, lambda path: write_json(path, facts))
 
@@ -214,9 +230,14 @@ class TrainingState:
                 self.remove()
             raise
 
+    def mark_finished(self, drafter_folder: Path) -> None:
+        """Mark the training as one whose drafter is written and about to get its name."""
+        sha256 = hash_file(drafter_folder / NAME)
+        self._write_aside(self._finished, lambda path: path.write_text(sha256, encoding="utf-8"))
+
     def remove(self) -> None:
-        """Remove the folder once the drafter is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder once the drafter has its name."""
+        remove_renamed(self.folder)
 
 
 def refuse_changes(

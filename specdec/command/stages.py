@@ -268,6 +268,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         raise_at_sigint()
         # A launcher's process may wait for others, where Python's handlers do not run.
         with contextlib.nullcontext() if _is_launched() else take_ending_signals():
+            _check_current_folder()
             status = command.main(arguments, standalone_mode=False)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -277,6 +278,13 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
         status = _report_failure(error, with_traceback="--debug" in arguments)
     _close_stdout()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _check_current_folder() -> None:
+    try:  # without one, torch ends the process and a path's error names nothing
+        os.getcwd()
+    except FileNotFoundError:
+        raise SpecDecError("the current folder was removed", "go to one that is there") from None
 
 
 def _report_failure(error: BaseException, *, with_traceback: bool) -> int:

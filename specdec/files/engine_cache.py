@@ -17,7 +17,8 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.staging import find_existing, stage_folder
 from specdec.system import logs
-from specdec.system.cache import find_cache
+from specdec.system.cache import find_cache, remove_renamed
+from specdec.system.locks import lock_file
 
 logger = logs.get_logger(__name__)
 
@@ -40,10 +41,14 @@ class CacheEntry:
 
 
 class EngineCache:
-    """Folders that appear whole or not at all; a folder in use is not removed."""
+    """Folders that appear whole or not at all; a folder in use is not removed.
 
-    def __init__(self, folder: Path) -> None:
+    is_temporary: nothing in it is kept for another process.
+    """
+
+    def __init__(self, folder: Path, *, is_temporary: bool = False) -> None:
         self.folder = folder
+        self.is_temporary = is_temporary
 
     def has(self, name: str) -> bool:
         """Return whether the folder of that name is there."""
@@ -62,7 +67,9 @@ class EngineCache:
             while is_wanted or not path.is_dir():
                 relock(fcntl.LOCK_EX)
                 if is_wanted or not path.is_dir():
-                    with stage_folder(path, force=force, full_disk_hint=FULL_DISK_HINT) as partial:
+                    with stage_folder(
+                        path, force=force, is_own=True, full_disk_hint=FULL_DISK_HINT
+                    ) as partial:
                         make(partial)
                     is_wanted = False
                 relock(fcntl.LOCK_SH)
@@ -113,10 +120,7 @@ class EngineCache:
         """Remove an entry; return False where it is in use."""
         try:
             with self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                removed = self.folder / f".{name}.removed"
-                shutil.rmtree(removed, ignore_errors=True)
-                with contextlib.suppress(OSError):  # half a folder never has an entry's name
-                    os.rename(self.folder / name, removed)
+                remove_renamed(self.folder / name)
                 for folder in self._list_folders(name):
                     shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
@@ -134,12 +138,12 @@ class EngineCache:
 
             def relock(operation: int) -> None:
                 try:
-                    fcntl.flock(file, operation | fcntl.LOCK_NB)
+                    lock_file(file, operation | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if operation & fcntl.LOCK_NB:
                         raise
                     logger.info("waiting for another process that uses or makes %s", name)
-                    fcntl.flock(file, operation)
+                    lock_file(file, operation)
 
             relock(operation)
             yield relock
@@ -159,7 +163,7 @@ class EngineUse:
         self._path = entry.with_name(f"{entry.name}{LOCK_SUFFIX}")
         with contextlib.suppress(OSError):  # a cache that cannot be written, nor cleared
             self._lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            lock_file(self._lock, fcntl.LOCK_SH)
             note_use(self._path)
 
     def __del__(self) -> None:

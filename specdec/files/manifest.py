@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 
 from specdec import __version__
-from specdec.errors import SpecDecError, shorten
+from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.reading import hash_file, is_inside, read_json, write_json
-from specdec.files.staging import JOURNAL_NAME
 from specdec.system import logs
 from specdec.system.threads import Pool, count_usable_cores
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
+JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 FORMAT_VERSION = 1
+# Files of models as they are published, and of work trees.
+PRECIOUS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf", ".git")
 BLOCK_BYTES = 1 << 26  # of a file, that have a checksum of their own
 CHANGED_HINT = "the folder is not what was built: copy it again, or build the engine again"
 MISSING_FACT = "is missing"
@@ -160,10 +162,7 @@ def check_sources(sources: Iterable[Mapping[str, Any]]) -> None:
     for source in sources:
         path = Path(source["path"])
         if path.parent not in manifests:
-            manifest_path = path.parent / NAME
-            document = read_json(manifest_path) if manifest_path.is_file() else {}
-            is_own = document.get("tool") == "specdec"
-            entries = _read_entries(manifest_path, document, "outputs") if is_own else ()
+            entries = _list_written(path.parent) or ()
             manifests[path.parent] = {entry.path: entry.sha256 for entry in entries}
         expected_sha256 = manifests[path.parent].get(path.name)
         if path.suffix == ".safetensors" and expected_sha256 not in (None, source["sha256"]):
@@ -174,9 +173,41 @@ def check_sources(sources: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def list_surplus(folder: Path, manifest: Manifest) -> list[str]:
-    """Files in the folder that its manifest does not know."""
-    known_names = {NAME, *(str(PurePosixPath(entry.path)) for entry in manifest.outputs)}
+def _list_written(folder: Path) -> tuple[ManifestEntry, ...] | None:
+    """List the files that specdec wrote into a folder; None where no manifest says that it did."""
+    path = folder / NAME
+    document = read_json(path) if path.is_file() else {}
+    return _read_entries(path, document, "outputs") if document.get("tool") == "specdec" else None
+
+
+def find_foreign(folder: Path) -> str | None:
+    """Say what in a folder shows that it is not specdec's own; None where all of it is."""
+    try:
+        entries = _list_written(folder)
+    except (OSError, SpecDecError):
+        entries = None
+    if entries is None:
+        return f"no {NAME} in it says that specdec wrote it"
+    if surplus := list_surplus(folder, entries):
+        return f"it holds files that specdec did not write: {join_names(surplus)}"
+    return None
+
+
+def find_model(folder: Path) -> str | None:
+    """Say what in a folder shows that it is a model's, or a work tree; None where nothing does.
+
+    A folder of specdec's is neither, whatever was put into it.
+    """
+    with contextlib.suppress(OSError, SpecDecError):
+        if _list_written(folder) is not None:
+            return None
+    found = sorted(path.name for pattern in PRECIOUS for path in folder.glob(pattern))
+    return f"it holds {join_names(found)} and no {NAME} of specdec" if found else None
+
+
+def list_surplus(folder: Path, entries: Iterable[ManifestEntry]) -> list[str]:
+    """List the files of a folder that its manifest's outputs do not name."""
+    known_names = {NAME, *(str(PurePosixPath(entry.path)) for entry in entries)}
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted({path.relative_to(folder).as_posix() for path in files} - known_names)
 

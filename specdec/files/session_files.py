@@ -24,6 +24,7 @@ from typing import Any
 from specdec.errors import SpecDecError, join_names, summarize
 from specdec.files.reading import parse_json
 from specdec.system import logs
+from specdec.system.locks import lock_file
 
 logger = logs.get_logger(__name__)
 FORMAT, VERSION = "specdec session", 1
@@ -108,7 +109,7 @@ class SessionFolder:
 
     def _take_lock(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except BlockingIOError:

@@ -8,10 +8,12 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
+from specdec.system.cache import remove_renamed
+from specdec.system.locks import lock_file
 
 # How a disk, a quota or a limit of the shell says that no more can be written.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -20,25 +22,38 @@ FULL_DISK_HINT = (
     " nothing half-written was left"
 )
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # how numpy says it, without a number
-JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 
 
-def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+def check_output_dir(
+    output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), is_own: bool = False
+) -> None:
     """Raise SpecDecError when an output folder cannot be written or would be overwritten.
 
-    `inputs` are folders and files that the work reads: the output may not take their place.
+    `inputs` are folders and files that the work reads: the output may not take their place. With
+    `force` it takes that of a folder that is no model's. is_own: nobody else writes there.
     """
+    _check_name(output_dir)
     if output_dir.exists() and not output_dir.is_dir():
         raise SpecDecError(f"{output_dir} is a file", "name a folder for the output")
     _protect(output_dir, inputs)
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
-        remedy = "choose another folder, or replace it with --force"
-        raise SpecDecError(f"{output_dir} exists and is not empty", remedy)
     if os.path.ismount(output_dir.resolve()):
         raise SpecDecError(
             f"{output_dir} is a mount point, whose place no other folder can take",
             f"name a folder in it, such as {output_dir / 'output'}",
         )
+    if not _is_free(output_dir):
+        model = None if is_own else _find_model(output_dir)
+        if not force:
+            remedy = ", or replace it with --force" if model is None else ""
+            raise SpecDecError(
+                f"{output_dir} exists and is not empty", f"choose another folder{remedy}"
+            )
+        if model is not None:
+            raise SpecDecError(
+                f"{output_dir} is not replaced: {model}",
+                "choose another folder, or move away what is there; --force replaces no model and"
+                " no work tree",
+            )
     parent = find_existing(output_dir.resolve().parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         lack = "is read-only" if parent.is_dir() else "is a file"
@@ -48,21 +63,60 @@ def check_output_dir(output_dir: Path, *, force: bool, inputs: Sequence[Path] = 
         )
 
 
+def _check_name(output: Path) -> None:
+    """Raise SpecDecError where an output's name is too long for its disk while it is written."""
+    num_bytes = len(os.fsencode(get_partial(output).name))
+    limit = os.pathconf(find_existing(output.resolve().parent), "PC_NAME_MAX")
+    if 0 < limit < num_bytes:  # a file system in user space may tell none
+        fact = f"{output} has a name of {num_bytes} bytes while it is written"
+        raise SpecDecError(f"{fact}, its disk allows {limit}", "choose a shorter name")
+
+
 def _protect(output_dir: Path, inputs: Sequence[Path]) -> None:
     """Raise SpecDecError where an output would take the place of inputs, or of this folder."""
-    output = output_dir.resolve()
+    output_dir = output_dir.resolve()
+    if not output_dir.exists():
+        return
+    output = output_dir.stat()  # a folder may have several paths: bind mounts, names in any case
     for protected_path in (Path.cwd(), *(path.resolve() for path in inputs)):
-        if output == protected_path or output in protected_path.parents:
-            fact = f"{output_dir} is or holds {protected_path}, which it would replace"
-            raise SpecDecError(fact, "choose another folder for the output")
+        for path in (protected_path, *protected_path.parents):
+            if path.exists() and os.path.samestat(path.stat(), output):
+                fact = f"{output_dir} is or holds {protected_path}, which it would replace"
+                raise SpecDecError(fact, "choose another folder for the output")
 
 
-def check_output_file(path: Path, *, force: bool) -> None:
+def _is_free(output_dir: Path) -> bool:
+    """Return whether a folder can take this name: nothing has it, or an empty folder."""
+    is_empty = output_dir.is_dir() and not any(output_dir.iterdir())
+    return is_empty or not output_dir.exists()
+
+
+def _find_model(folder: Path) -> str | None:
+    from specdec.files.manifest import find_model  # imports numpy
+
+    return find_model(folder)
+
+
+def _find_foreign(folder: Path) -> str | None:
+    from specdec.files.manifest import find_foreign  # imports numpy
+
+    return find_foreign(folder)
+
+
+def _protect_files(path: Path, inputs: Sequence[Path]) -> None:
+    """Raise SpecDecError where an output file would take the place of an input."""
+    if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):
+        raise SpecDecError(f"{path} is read as well, and would be replaced", "name another file")
+
+
+def check_output_file(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Raise SpecDecError where a file cannot be written, or is there already without `force`.
 
     It is called before the work whose result the file takes; its folder need not be there yet.
-    Pipes and terminals may be there.
+    Pipes and terminals may be there. inputs: files that the work reads, which it may not replace.
     """
+    _check_name(path)
+    _protect_files(path, inputs)
     if path.is_dir():
         raise SpecDecError(f"{path} is a folder", "name a file for the output")
     if path.is_file() and not force:
@@ -99,8 +153,12 @@ def write_whole(path: Path, text: str, *, force: bool, mode: int | None = None) 
 
 
 def measure_free_space(output_dir: Path) -> tuple[Path, int]:
-    """Return the existing folder that an output will lie in, and the free bytes of its disk."""
+    """Return the existing folder that an output will lie in, and the free bytes of its disk.
+
+    Hidden folders that come about are left out: their names tell a user nothing.
+    """
     folder = find_existing(output_dir.resolve())
+    folder = next(path for path in (folder, *folder.parents) if name_final(path) == path)
     return folder, shutil.disk_usage(folder).free
 
 
@@ -160,50 +218,51 @@ def tell_full_disk(path: Path, remedy: str = FULL_DISK_HINT) -> Iterator[None]:
 @contextlib.contextmanager
 def stage_folder(
     output_dir: Path, *, force: bool, inputs: Sequence[Path] = (), resume: bool = False,
-    full_disk_hint: str = FULL_DISK_HINT,
+    is_own: bool = False, full_disk_hint: str = FULL_DISK_HINT,
+    finish: Callable[[], None] = lambda: None,
 ) -> Iterator[Path]:  # fmt: skip
     """Yield a hidden folder alongside `output_dir`; it takes that name only if the body succeeds.
 
-    What has come under that name meanwhile stays, and SpecDecError is raised, without `force`. A
-    second process that stages the same output is refused; what a killed one left is removed. With
-    `resume` that is yielded instead, and kept when the work fails. full_disk_hint: for
-    a disk that is full.
+    What has come under that name meanwhile stays, and SpecDecError is raised, but for what `force`
+    replaces, see `check_output_dir`. A second process that stages the same output is refused; what
+    a killed one left is removed. With `resume` that is yielded instead, and kept when the work
+    fails. full_disk_hint: for a disk that is full. finish: called when the output has its name,
+    before another process may write it.
     """
+    from specdec.files.manifest import JOURNAL_NAME  # imports numpy
+
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
     backup = output_dir.parent / f".{output_dir.name}.old"
-    with _hold_lock(output_dir):
+    with hold_lock(output_dir):
         try:
-            if backup.exists() and not output_dir.exists():
-                backup.rename(output_dir)  # a process was killed between the two renames
-            check_output_dir(output_dir, force=force, inputs=inputs)
+            _recover(output_dir, backup, is_own=is_own)
+            check_output_dir(output_dir, force=force, inputs=inputs, is_own=is_own)
             if partial.exists() and not resume:
                 shutil.rmtree(partial)
             partial.mkdir(exist_ok=True)
             with tell_full_disk(output_dir, full_disk_hint):
                 yield partial
-            is_free = not output_dir.exists() or (
-                output_dir.is_dir() and not any(output_dir.iterdir())
-            )
-            if not force and not is_free:
-                raise _refuse_newcomer(output_dir)
+            _refuse_newcomers(output_dir, force=force, is_own=is_own)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
-            _place_folder(partial, output_dir, backup, force=force)
+            _refuse_newcomers(output_dir, force=force, is_own=is_own)
+            _place_folder(partial, output_dir, backup)
             _sync(output_dir.parent)
+            finish()
         finally:
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _hold_lock(output_dir: Path) -> Iterator[None]:
+def hold_lock(output_dir: Path) -> Iterator[None]:
     """Hold a lock file alongside `output_dir`, or raise SpecDecError when another process does."""
     path = output_dir.parent / f".{output_dir.name}.lock"
     with path.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have removed the file between our open and our lock; a third
             # process would then lock a new file of that name.
             if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
@@ -236,6 +295,26 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
+    """Finish what a process was killed amid: the old output comes back, or goes for the new one."""
+    foreign = _find_foreign(backup) if backup.exists() and not is_own else None
+    if foreign is not None:
+        raise SpecDecError(
+            f"{backup} has the name that {output_dir} gets while it is replaced, and {foreign}",
+            "move it away, or choose another folder",
+        )
+    if backup.exists() and _is_free(output_dir):
+        backup.rename(output_dir)
+    remove_renamed(backup)
+
+
+def _refuse_newcomers(output_dir: Path, *, force: bool, is_own: bool) -> None:
+    """Raise SpecDecError where what has come under an output's name may not be replaced."""
+    may_replace = force and (is_own or _find_model(output_dir) is None)
+    if not may_replace and not _is_free(output_dir):
+        raise _refuse_newcomer(output_dir)
+
+
 def _refuse_newcomer(output: Path) -> SpecDecError:
     return SpecDecError(
         f"{output} was not there at the start, but it has been made since",
@@ -243,10 +322,8 @@ def _refuse_newcomer(output: Path) -> SpecDecError:
     )
 
 
-def _place_folder(partial: Path, output_dir: Path, backup: Path, *, force: bool) -> None:
-    if force and output_dir.is_dir():
-        if backup.exists():
-            shutil.rmtree(backup)
+def _place_folder(partial: Path, output_dir: Path, backup: Path) -> None:
+    if not _is_free(output_dir):
         output_dir.rename(backup)
     try:
         partial.rename(output_dir)  # an empty folder gives way, nothing else does
@@ -256,7 +333,7 @@ def _place_folder(partial: Path, output_dir: Path, backup: Path, *, force: bool)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise _refuse_newcomer(output_dir) from None
         raise
-    shutil.rmtree(backup, ignore_errors=True)
+    remove_renamed(backup)
 
 
 def place_file(partial: Path, output: Path, *, force: bool) -> None:

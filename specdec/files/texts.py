@@ -20,6 +20,7 @@ import numpy as np
 
 from specdec.errors import SpecDecError
 from specdec.files.reading import Array, open_file, parse_json
+from specdec.system.locks import lock_file
 
 FORMAT, VERSION = "specdec texts", 1
 END = -1  # of a text
@@ -128,7 +129,7 @@ def _replace(path: Path, texts: Sequence[Sequence[int]], vocabulary: dict[str, A
 def _hold(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock_file(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

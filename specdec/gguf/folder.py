@@ -18,7 +18,7 @@ from pathlib import Path
 from specdec.errors import SpecDecError
 from specdec.files.folders import find_gguf, list_parts
 from specdec.files.reading import write_json
-from specdec.system.cache import find_cache, use_folder
+from specdec.system.cache import find_cache, use_download, use_entry
 
 from .model import GgufModel
 from .special import PREFIX, list_ends
@@ -29,8 +29,9 @@ KEY_LENGTH = 16
 def localize(name: str | Path) -> str:
     """Return the folder that stands for a GGUF file, or for a folder with one; else the name.
 
-    It is not cleared from the cache while this process lives.
+    Neither is cleared from the cache while this process lives.
     """
+    use_download(Path(name))
     path = find_gguf(name) if name else None
     if path is None:
         return str(name)
@@ -44,7 +45,7 @@ def localize(name: str | Path) -> str:
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.")[:40] or "model"
     parent = _find_parent()
     folder = parent / f"{stem}-{digest.hexdigest()[:KEY_LENGTH]}"
-    while not use_folder(folder):  # or it is cleared meanwhile
+    while not use_entry(folder):  # or it is cleared meanwhile
         _make_folder(path, folder)
     return str(folder)
 

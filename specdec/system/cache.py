@@ -1,15 +1,19 @@
-"""The user's folder of files that can be made again, and which of its folders are in use."""
+"""The user's folder of files that can be made again, and which of its entries are in use."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
-_locks: dict[Path, int] = {}  # descriptors of the folders that this process uses, until it ends
+from specdec.system import logs
+
+logger = logs.get_logger(__name__)
+
+_locks: dict[Path, int] = {}  # descriptors of the entries that this process uses, until it ends
 
 
 def find_cache() -> Path | None:
@@ -27,54 +31,81 @@ def find_cache() -> Path | None:
         return None
 
 
+DOWNLOADS = "models"
 # Folders of the cache -> what they hold.
 PARTS = {
     "generate": "engines",
     "kernels": "compiled kernels",
-    "models": "downloads",
+    DOWNLOADS: "downloads",
     "gguf": "tokenizers of GGUF files",
     "costs": "cost tables",
     "checked": "records of compared files",
 }
 
 
-def use_folder(folder: Path) -> bool:
-    """Keep a folder from being cleared while this process lives; return False if it is gone."""
-    lock = _locks.get(folder)
-    if lock is not None and _is_at(lock, folder):
+def use_entry(entry: Path) -> bool:
+    """Keep a file or folder from being cleared while this process lives; False if it is gone."""
+    lock = _locks.get(entry)
+    if lock is not None and _is_at(lock, entry):
         return True
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(entry, os.O_RDONLY)
     except FileNotFoundError:
         return False
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_SH)
-    if not _is_at(lock, folder):
+    if not _is_at(lock, entry):
         os.close(lock)
         return False
-    if (earlier_lock := _locks.pop(folder, None)) is not None:
+    if (earlier_lock := _locks.pop(entry, None)) is not None:
         os.close(earlier_lock)
-    _locks[folder] = lock
+    _locks[entry] = lock
     return True
 
 
-def clear_folder(folder: Path) -> bool:
-    """Remove a folder; return False where a process uses it."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+def use_download(path: Path) -> None:
+    """Keep what the cache has downloaded from being cleared while this process reads it."""
+    cache = find_cache()
+    if cache is None:
+        return
+    downloads, path = (Path(os.path.realpath(each)) for each in (cache / DOWNLOADS, path))
+    if downloads in path.parents:
+        with contextlib.suppress(OSError):  # unreadable, which its reader tells
+            use_entry(downloads / path.relative_to(downloads).parts[0])
+
+
+def clear_entry(entry: Path) -> bool:
+    """Remove a file or folder; return False where a process uses it."""
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
+            lock = os.open(entry, os.O_RDONLY | os.O_NONBLOCK)
+            stack.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-        removed = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        folder.replace(removed)  # half a folder never has an entry's name
-    finally:
-        os.close(lock)
-    shutil.rmtree(removed)
+        if entry.is_dir() and not entry.is_symlink():
+            remove_renamed(entry)
+        else:
+            entry.unlink(missing_ok=True)
     return True
 
 
-def _is_at(descriptor: int, folder: Path) -> bool:
-    """Return whether a folder that was opened still has its name."""
-    return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
+def remove_renamed(folder: Path) -> None:
+    """Remove a folder, which loses its name first: half of one is never taken for a whole."""
+    removed = folder.with_name(f".{folder.name.removeprefix('.')}.rm")
+    shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed
+    try:
+        folder.replace(removed)
+    except OSError as error:  # none is there, or another user's, which stays, has the other name
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    for path in (removed, folder):
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            logger.warning("%s cannot be removed: check its permissions", path)
+
+
+def _is_at(descriptor: int, entry: Path) -> bool:
+    """Return whether a file or folder that was opened still has its name."""
+    return entry.exists() and os.path.samestat(os.fstat(descriptor), entry.stat())

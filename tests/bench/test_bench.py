@@ -168,7 +168,9 @@ def test_written_report(
     write_report(report, tmp_path / "out", force=False)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     assert (tmp_path / "out" / "report.txt").read_text() == format_report(report) + "\n"
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.json", "report.txt"]
+    names = ["manifest.json", "report.json", "report.txt"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
+    write_report(report, tmp_path / "out", force=True)
 
 
 @pytest.mark.thorough

@@ -124,3 +124,15 @@ def test_tune_says_where_its_work_is_done() -> None:
     process = run_cli_here("tune", "--checkpoint-dir", "anywhere")
     assert process.returncode == 2
     assert "specdec bench --sweep OPTION=a,b,c" in process.stderr
+
+
+def test_force_replaces_reports_alone(tmp_path: Path) -> None:
+    """It is told before anything is measured."""
+    folder = tmp_path / "reports" / "eagle_tree_tokens=6"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").touch()
+    settings = make_settings(
+        tmp_path, "eagle_tree_tokens=3,6", output=tmp_path / "reports", force=True
+    )
+    with pytest.raises(SpecDecError, match="eagle_tree_tokens=6 is not replaced"):
+        run_sweep(settings)

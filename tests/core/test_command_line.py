@@ -175,6 +175,15 @@ def test_stdout_carries_the_product_alone() -> None:
     assert done.stderr == "working\n"
 
 
+def test_a_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path's error named no file, and oneMKL ended the process."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    done = run_toy_here("--input-text", "a")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert read_error_lines(done.stderr)[0] == "the current folder was removed"
+
+
 def test_closed_pipe_is_silent() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -134,7 +134,7 @@ def test_an_entry_is_never_half_there(cache: EngineCache, monkeypatch: pytest.Mo
         for _ in range(2):
             cache.trim(25)
             assert not cache.has("a")
-            assert [each.name for each in cache.folder.glob(".a.*")] == [".a.removed"]
+            assert [each.name for each in cache.folder.glob(".a.*")] == [".a.rm"]
     assert [entry.name for entry in cache.clear()[0]] == ["a", "b", "c"]
     assert not [path for path in cache.folder.iterdir() if path.is_dir()]
 

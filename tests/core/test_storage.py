@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from specdec import __version__
 from specdec.errors import SpecDecError
-from specdec.files import casts, staging
+from specdec.files import casts
 from specdec.files.casts import cast
 from specdec.files.manifest import FORMAT_VERSION, describe_file, write_manifest
 from specdec.files.reading import hash_file, read_json, read_members
-from specdec.files.staging import check_output_dir, place_file, stage_folder
 from specdec.files.tensor_file import DTYPES, TensorFile, TensorInfo, write_tensor_file
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -225,251 +220,6 @@ def test_damaged_file_is_named_with_its_fault(tmp_path: Path, content: bytes, me
         TensorFile(path)
     assert caught.value.message.startswith(str(path))
     assert message in caught.value.message
-
-
-# --- output folders ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def refused(match: str, hint: str = "") -> Iterator[None]:
-    with pytest.raises(SpecDecError, match=match) as caught:
-        yield
-    assert hint in caught.value.hint
-
-
-def list_tree(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-
-
-def test_everything_is_on_the_disk_before_it_takes_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    synced = []
-
-    def note(descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced.append((path.relative_to(tmp_path).as_posix(), out.exists()))
-
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("tells the name of an open file on Linux alone")
-    with stage_folder(out, force=False) as partial:
-        (partial / "sub").mkdir()
-        (partial / "sub" / "x").write_text("new")
-        (partial / staging.JOURNAL_NAME).write_text("")
-        monkeypatch.setattr(os, "fsync", note)
-    assert sorted(synced[:-1]) == [
-        (".out.partial", False), (".out.partial/sub", False), (".out.partial/sub/x", False),
-    ]  # fmt: skip
-    assert synced[-1] == (".", True)
-    assert list_tree(out) == ["sub", "sub/x"]
-
-
-def test_resume_finds_and_keeps_what_is_there(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def fail() -> None:
-        with stage_folder(out, force=False, resume=True) as partial:
-            (partial / "x").write_text("half")
-            raise SpecDecError("no", "yes")
-
-    with pytest.raises(SpecDecError):
-        fail()
-    assert list_tree(tmp_path) == [".out.partial", ".out.partial/x"]
-    with stage_folder(out, force=False, resume=True) as partial:
-        assert list_tree(partial) == ["x"]
-    assert list_tree(tmp_path) == ["out", "out/x"]
-
-
-@pytest.mark.parametrize("error", [SpecDecError("no", "yes"), KeyboardInterrupt(), OSError(5, "x")])
-def test_failure_leaves_the_old_output(tmp_path: Path, error: BaseException) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "x").write_text("old")
-
-    def work() -> None:
-        with stage_folder(out, force=True) as partial:
-            (partial / "x").write_text("half")
-            raise error
-
-    with pytest.raises(type(error)):
-        work()
-    assert list_tree(tmp_path) == ["out", "out/x"]
-    assert (out / "x").read_text() == "old"
-
-
-def test_force_replaces_everything(tmp_path: Path) -> None:
-    """An empty folder needs none, and a file is never replaced."""
-    out = tmp_path / "out"
-    out.mkdir()
-    with stage_folder(out, force=False) as partial:
-        (partial / "stale").write_text("old")
-    with refused("exists and is not empty", "--force"), stage_folder(out, force=False):
-        pytest.fail("entered")
-    with stage_folder(out, force=True) as partial:
-        (partial / "x").write_text("new")
-        assert list_tree(out) == ["stale"]
-    assert list_tree(tmp_path) == ["out", "out/x"]
-    with refused("x is a file"):
-        check_output_dir(out / "x", force=True)
-
-
-def test_an_output_that_no_rename_can_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a container, a folder after a file, a disk that is read-only."""
-    (tmp_path / "file").touch()
-    with refused("cannot be written: .*/file is a file"):
-        check_output_dir(tmp_path / "file" / "out", force=True)
-    with refused("/proc is a mount point", "name a folder in it, such as /proc/output"):
-        check_output_dir(Path("/proc"), force=True)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with refused(f"cannot be written: {tmp_path} is read-only"):
-        check_output_dir(tmp_path / "new" / "out", force=False)
-
-
-def test_inputs_and_current_folder_are_never_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tmp_path / "models" / "llama"
-    model.mkdir(parents=True)
-    for out in (model, tmp_path / "models", tmp_path / "x" / ".." / "models"):
-        with refused("which it would replace"):
-            check_output_dir(out, force=True, inputs=[model])
-    check_output_dir(model / "engine", force=True, inputs=[model])
-    monkeypatch.chdir(model)
-    for out in (Path("."), Path("..")):
-        with refused("which it would replace"):
-            check_output_dir(out, force=True)
-
-
-def test_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with stage_folder(tmp_path / "out", force=False) as partial:
-        (partial / "x").write_text("new")
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "x").read_text() == "new"
-
-
-def test_second_writer_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with stage_folder(out, force=False) as partial:
-        (partial / "x").write_text("first")
-        with refused("another process is writing"), stage_folder(out, force=True):
-            pytest.fail("entered")
-    assert (out / "x").read_text() == "first"
-    with stage_folder(out, force=True) as partial:
-        (partial / "x").write_text("second")
-    assert (out / "x").read_text() == "second"
-
-
-def test_finished_meanwhile_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process may finish the same output until we hold the lock."""
-    out = tmp_path / "out"
-    original = staging._hold_lock
-
-    def finish_first(path: Path) -> Any:
-        out.mkdir()
-        (out / "x").write_text("theirs")
-        return original(path)
-
-    monkeypatch.setattr(staging, "_hold_lock", finish_first)
-    with refused("exists and is not empty"), stage_folder(out, force=False):
-        pytest.fail("entered")
-    assert (out / "x").read_text() == "theirs"
-
-
-def make_newcomer(out: Path, is_folder: bool) -> None:
-    if is_folder:
-        out.mkdir()
-    (out / "x" if is_folder else out).write_text("theirs")
-
-
-@pytest.mark.parametrize("is_folder", [True, False])
-@pytest.mark.parametrize("moment", ["amid the work", "before the renaming"])
-@pytest.mark.parametrize("resume", [True, False])
-def test_what_appears_meanwhile_stays(
-    moment: str, is_folder: bool, resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    kept = out / "x" if is_folder else out
-    if moment == "before the renaming":
-        monkeypatch.setattr(staging, "_sync_tree", lambda folder: make_newcomer(out, is_folder))
-
-    def work(*, force: bool) -> None:
-        with stage_folder(out, force=force, resume=resume) as partial:
-            (partial / "y").write_text("ours")
-            (partial / staging.JOURNAL_NAME).write_text("")
-            if moment == "amid the work":
-                make_newcomer(out, is_folder)
-
-    with pytest.raises(SpecDecError, match="it has been made since"):
-        work(force=False)
-    assert kept.read_text() == "theirs"
-    assert (tmp_path / ".out.partial" / "y").exists() == resume
-    if resume and moment == "amid the work":
-        assert (tmp_path / ".out.partial" / staging.JOURNAL_NAME).exists(), "can be gone on with"
-    if is_folder:
-        shutil.rmtree(out)
-        work(force=True)
-        assert list_tree(tmp_path) == ["out", "out/y"]
-    else:
-        out.unlink()
-        with pytest.raises(SpecDecError, match="it has been made since"):
-            work(force=True)
-        assert kept.read_text() == "theirs"
-
-
-def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
-    out, partial = tmp_path / "out", tmp_path / "partial"
-    partial.write_text("ours")
-    place_file(partial, out, force=False)
-    assert out.read_text() == "ours"
-    partial.write_text("later")
-    with pytest.raises(SpecDecError, match="it has been made since"):
-        place_file(partial, out, force=False)
-    assert (out.read_text(), partial.read_text()) == ("ours", "later")
-    place_file(partial, out, force=True)
-    assert out.read_text() == "later"
-    assert list_tree(tmp_path) == ["out"]
-
-
-def die_while_writing(out: Path) -> None:
-    with stage_folder(out, force=True) as partial:
-        (partial / "junk").write_text("half")
-        os._exit(9)
-
-
-def die_between_renames(out: Path) -> None:
-    with stage_folder(out, force=True) as partial:
-        (partial / "x").write_text("new")
-        out.rename(out.parent / ".out.old")
-        os._exit(9)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("die", [die_while_writing, die_between_renames])
-def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path) -> None:
-    """Half of an output is removed; what was there before comes back."""
-    out = tmp_path / "out"
-    if die is die_between_renames:
-        out.mkdir()
-        (out / "x").write_text("old")
-    process = multiprocessing.get_context("spawn").Process(target=die, args=(out,))
-    process.start()
-    process.join()
-    assert process.exitcode == 9
-    assert not out.exists()
-    assert any("partial" in name for name in list_tree(tmp_path))
-    if die is die_between_renames:
-        with refused("exists and is not empty"), stage_folder(out, force=False):
-            pytest.fail("entered")
-        assert (out / "x").read_text() == "old"
-    else:
-        with stage_folder(out, force=False) as partial:
-            (partial / "x").write_text("new")
-        assert list_tree(tmp_path) == ["out", "out/x"]
 
 
 # --- JSON and manifests --------------------------------------------------------------------------

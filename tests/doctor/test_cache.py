@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from specdec.doctor.report import examine, format_report
 from specdec.doctor.settings import DoctorSettings
 from specdec.files.engine_cache import EngineUse
 from specdec.system import cache as system_cache
-from specdec.system.cache import use_folder
+from specdec.system.cache import use_download, use_entry
 from tests.conftest import read_error_lines
 from tests.engines import run_cli_here
 
@@ -116,18 +117,40 @@ def test_a_tokenizer_in_use_is_not_cleared(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(system_cache, "_locks", locks)
     folder = cache / "gguf" / "small-3"
     for _ in range(2):
-        assert use_folder(folder)
-        assert use_folder(folder)
+        assert use_entry(folder)
+        assert use_entry(folder)
         assert "small-3" in {entry["name"] for entry in doctor_cache.clear_cache()["left"]}
         assert (folder / "config.json").is_file()
         shutil.rmtree(folder)
-        assert not use_folder(folder)
+        assert not use_entry(folder)
         folder.mkdir()
         (folder / "config.json").touch()
-    assert use_folder(folder)
+    assert use_entry(folder)
     os.close(locks.pop(folder))
     assert "small-3" in {entry["name"] for entry in doctor_cache.clear_cache()["removed"]}
     assert not list((cache / "gguf").iterdir())
+
+
+def test_a_download_in_use_is_not_cleared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is read, one in a folder, and one that a script has been writing for hours."""
+    locks: dict[Path, int] = {}
+    monkeypatch.setattr(system_cache, "_locks", locks)
+    models = cache / "models"
+    (models / "chat").mkdir()
+    (models / "chat" / "config.json").touch()
+    for path in (models / "small.gguf", models / "chat" / "config.json", cache / "notes.txt"):
+        use_download(path)
+    part = models / ".large.gguf.part"
+    with part.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(part, (1, 1))
+        report = doctor_cache.clear_cache()
+        assert {path.name for path in models.iterdir()} == {"small.gguf", "chat", part.name}
+        assert "left: 4 entries in use: " in doctor_cache.format_cleared(report)
+    while locks:
+        os.close(locks.popitem()[1])
+    doctor_cache.clear_cache()
+    assert not list(models.iterdir())
 
 
 def test_an_engine_is_no_cache(cache: Path) -> None:

@@ -867,7 +867,7 @@ def test_ctrl_c_while_all_is_tidied_up(
     interrupted: list[Any] = []
 
     def remove(path: Any, *args: Any, **options: Any) -> None:
-        if Path(path).name.startswith(".specdec-export-") and not interrupted:
+        if Path(path).name == ".out.checkpoint.partial" and Path(path).exists() and not interrupted:
             interrupted.append(path)
             raise KeyboardInterrupt
         real(path, *args, **options)
@@ -877,7 +877,15 @@ def test_ctrl_c_while_all_is_tidied_up(
     with pytest.raises(KeyboardInterrupt):
         export_model(settings)
     assert interrupted
-    assert not list(tmp_path.glob(".specdec-export-*"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_converted_goes(target: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".out.checkpoint.partial" / "checkpoint"
+    left.mkdir(parents=True)
+    (left / "rank0.safetensors").touch()
+    export(tmp_path / "out", model_dir=str(target), to="hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_acceptance_goes_along_for_specdec(

@@ -375,6 +375,13 @@ def test_an_engine_that_is_not_kept(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert "not kept" in generate("abc", "--no-cache").stderr
     assert not (tmp_path / "cache" / "generate").exists()
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    (tmp_path / "cache").touch()
+    told = generate("abc").stderr
+    assert "cache is a file, so the engine is not kept" in told
+    assert re.search(r"^engine of [0-9.]+ MB, not kept$", told, re.MULTILINE)
+    assert "engine kept" not in told
+    (tmp_path / "cache").unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: temporary in path.parents)
     assert "cache is read-only, so the engine is not kept" in generate("abc").stderr
     assert not (tmp_path / "cache" / "generate").exists()

@@ -29,7 +29,7 @@ from specdec.gguf.folder import localize
 from specdec.gguf.model import GgufModel
 from specdec.gguf.names import order_turned
 from specdec.gguf.tokenizer import TokenizerMaker
-from specdec.system.cache import clear_folder
+from specdec.system.cache import clear_entry
 from specdec.text.pretrained import load_model, load_tokenizer
 from tests.blocks import LLAMA_NORMS, LLAMA_ROWS, begin_llama, finish
 from tests.covering import cover
@@ -379,12 +379,18 @@ def test_a_full_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_folder_that_is_read_is_not_cleared(tmp_path: Path) -> None:
-    """One that a user removes all the same is made again."""
-    write_gguf(tmp_path / "m.gguf")
+def test_a_folder_that_is_read_is_not_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the file, if it is the cache's. What a user removes all the same is made again."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    download = tmp_path / "cache" / "models" / "m.gguf"
+    download.parent.mkdir()
+    write_gguf(download)
     for _ in range(2):
-        made = Path(localize(tmp_path / "m.gguf"))
-        assert not clear_folder(made)
+        made = Path(localize(download))
+        assert not clear_entry(made)
+        assert not clear_entry(download)
         assert (made / "config.json").is_file()
         shutil.rmtree(made)
 

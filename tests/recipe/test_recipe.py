@@ -110,7 +110,7 @@ def test_files_are_those_that_were_checked(scheduler: str, here: Path) -> None:
     names = sorted(
         path.name for path in folder.iterdir()
         if path.suffix != ".sh" or scheduler == "slurm" or path.stem == "submit"
-        if path.name not in ("recipe.yaml", "before-0.yaml")
+        if path.name not in ("recipe.yaml", "before-0.yaml", "manifest.json")
     )  # fmt: skip
     text = "".join(f"==> {name} <==\n{(folder / name).read_text()}" for name in names)
     golden = GOLDEN / f"{scheduler}.txt"
@@ -370,9 +370,12 @@ def test_the_output_folder_is_replaced_only_by_force(here: Path) -> None:
     (here / "jobs" / "mine").write_text("")
     done = run_cli_here(*words)
     assert (done.returncode, "exists and is not empty" in done.stderr) == (1, True)
-    assert (here / "jobs" / "mine").exists()
+    done = run_cli_here(*words, "--force")
+    assert (done.returncode, "files that specdec did not write: mine" in done.stderr) == (1, True)
+    (here / "jobs" / "mine").unlink()
+    (here / "jobs" / "submit.sh").write_text("changed")
     assert run_cli_here(*words, "--force").returncode == 0
-    assert not (here / "jobs" / "mine").exists()
+    assert (here / "jobs" / "submit.sh").read_text() != "changed"
     done = run_cli_here("recipe", "--to", "slurm", "--output-dir", "other")
     assert (done.returncode, "0 recipes are given, not one" in done.stderr) == (2, True)
     done = run_cli_here("recipe", here / "none.yaml", *words[2:], "--force")

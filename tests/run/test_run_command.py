@@ -222,8 +222,8 @@ def test_an_output_is_replaced_only_with_force(
         assert [p.read_text() for p in tmp_path.iterdir()] == ["kept"]
         path.unlink()
 
-    def check_too_early(path: Path, *, force: bool) -> None:
-        check_output_file(path, force=force)
+    def check_too_early(path: Path, *, force: bool, inputs: list[Path]) -> None:
+        check_output_file(path, force=force, inputs=inputs)
         path.write_text("kept")
 
     with monkeypatch.context() as patch:

@@ -54,3 +54,15 @@ def test_a_manifest_describes_its_rows(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space"):
         output.write_manifest(settings, {}, {}, {})
     assert not settings.output.exists()
+
+
+def test_a_manifest_takes_no_foreign_file_s_place(tmp_path: Path) -> None:
+    """One that was left when its rows were removed gives way."""
+    path, manifest = tmp_path / "rows.jsonl", tmp_path / "rows.manifest.json"
+    for text in ('{"name": "my app"}', "["):
+        manifest.write_text(text)
+        with pytest.raises(SpecDecError, match=r"rows\.manifest\.json exists"):
+            output.check_output(path, force=False)
+        output.check_output(path, force=True)
+    manifest.write_text('{"tool": "specdec"}')
+    output.check_output(path, force=False)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import SpecDecError
+from specdec.files.staging import hold_lock
 from specdec.train.loop import check_state
 from specdec.train.rows import TokenRows
 from specdec.train.state import TrainingState
@@ -260,3 +261,20 @@ def test_groups_of_the_optimizer_are_the_settings_own(state: TrainingState) -> N
     (state.folder / "checkpoint.pt").write_bytes(change(edit))
     load(state)
     assert json.loads((state.folder / "settings.json").read_text()) == {"--seed": 0}
+
+
+def test_what_a_finished_training_left_goes(state: TrainingState, tmp_path: Path) -> None:
+    """A kill after the drafter had its name; another drafter of that name tells nothing."""
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text("this one's")
+    state.mark_finished(manifest.parent)
+    manifest.write_text("another's")
+    with pytest.raises(SpecDecError, match="an unfinished training is in"):
+        state.refuse_unfinished(resume=False, force=False)
+    with hold_lock(tmp_path / "out"), pytest.raises(SpecDecError, match="another process is writ"):
+        state.refuse_unfinished(resume=False, force=False)
+    assert state.has_rows()
+    manifest.write_text("this one's")
+    state.refuse_unfinished(resume=False, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import SpecDecError
+from specdec.system.locks import lock_file
 
 from .output import write_rows
 
@@ -100,7 +101,7 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SpecDecError(
                 f"another process is writing {self.output}", "wait for it, or name another output"

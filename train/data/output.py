@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec import __version__
 from specdec.command.settings import to_plain
+from specdec.errors import SpecDecError
 from specdec.files.manifest import describe_file
-from specdec.files.staging import place_file, write_whole
+from specdec.files.reading import read_json
+from specdec.files.staging import check_output_file, place_file, write_whole
 
 from .settings import DataSettings
+
+
+def name_manifest(output: Path) -> Path:
+    """Return the path of the manifest beside an output."""
+    return output.with_suffix(".manifest.json")
+
+
+def check_output(output: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
+    """Raise SpecDecError where the output or its manifest cannot be written, as for one file.
+
+    A manifest that specdec wrote is replaced without `force`: its output was removed.
+    """
+    check_output_file(output, force=force, inputs=inputs)
+    manifest = name_manifest(output)
+    is_own = False
+    with contextlib.suppress(OSError, SpecDecError):
+        is_own = read_json(manifest).get("tool") == "specdec"
+    check_output_file(manifest, force=force or is_own, inputs=inputs)
 
 
 def write_rows(output: Path, lines: Iterable[bytes], *, force: bool) -> None:
@@ -50,7 +71,7 @@ def write_manifest(
     }
     text = json.dumps(manifest, indent=2) + "\n"
     try:
-        write_whole(output.with_suffix(".manifest.json"), text, force=True)
+        write_whole(name_manifest(output), text, force=True)
     except OSError:
         output.unlink()  # what it was made of is still there
         raise

@@ -17,7 +17,7 @@ from specdec.command.settings import require
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.folders import ENGINE, expect_folder
 from specdec.files.manifest import describe_file
-from specdec.files.staging import check_output_file, tell_full_disk
+from specdec.files.staging import tell_full_disk
 from specdec.options import Contradiction, refuse_contradictions
 from specdec.system import logs
 from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
@@ -25,7 +25,7 @@ from specdec.text.tokenizer import find_tokenizer, lack_tokenizer
 from .client import check_url
 from .dialogues import DataSource, Dialogue, Row, RowError, open_source
 from .journal import Journal
-from .output import write_manifest
+from .output import check_output, write_manifest
 from .servers import Servers, TargetServer
 from .settings import DataSettings
 from .shards import SHARD_FACT, merge_shards, parse_shard
@@ -139,7 +139,7 @@ def check_settings(settings: DataSettings) -> None:
             raise lack_tokenizer("the data needs")
     for url in settings.base_url:
         check_url(url)
-    check_output_file(settings.output, force=settings.force)
+    check_output(settings.output, force=settings.force)
     if settings.output.resolve() == Path(settings.input).resolve():
         raise UsageError("--output is the input", "name another file")
 

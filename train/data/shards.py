@@ -19,9 +19,9 @@ from typing import Any
 from specdec.errors import SpecDecError, UsageError
 from specdec.files.manifest import describe_file
 from specdec.files.reading import read_json
-from specdec.files.staging import check_output_file
+from specdec.files.staging import list_local
 
-from .output import write_manifest, write_rows
+from .output import check_output, name_manifest, write_manifest, write_rows
 from .settings import DataSettings
 
 SHARD_FACT = "shard"  # the only fact in which shards of one run differ
@@ -96,7 +96,7 @@ def merge_shards(settings: DataSettings) -> dict[str, Any]:
     output = settings.output
     files = sorted(map(open_shard, map(Path, settings.merge)), key=lambda file: file.shard.number)
     check_shards(files)
-    check_output_file(output, force=settings.force)
+    check_output(output, force=settings.force, inputs=list_local(*settings.merge))
     merged_rows = heapq.merge(*(file.read_rows() for file in files))
     write_rows(output, (line for _, line in merged_rows), force=settings.force)
     report = {
@@ -112,7 +112,7 @@ def merge_shards(settings: DataSettings) -> dict[str, Any]:
 
 def open_shard(path: Path) -> ShardFile:
     """Read the manifest of a shard's file; raise SpecDecError where the two do not agree."""
-    manifest_path = path.with_suffix(".manifest.json")
+    manifest_path = name_manifest(path)
     for needed in (path, manifest_path):
         if not needed.is_file():
             raise SpecDecError(

@@ -38,7 +38,7 @@ def make_ngram_table(settings: NgramTableSettings) -> dict[str, Any]:
     paths = [Path(name) for name in settings.data]
     for path in paths:
         check_data_file(path, "--data")
-    check_output_file(settings.output, force=settings.force)
+    check_output_file(settings.output, force=settings.force, inputs=paths)
     tokenizer = load_tokenizer(settings.tokenizer_dir)
     corpus = join_texts(_encode(read_texts(paths), tokenizer))
     num_texts = int((corpus < 0).sum())
