@@ -310,7 +310,7 @@ def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
 
 def _refuse_newcomers(output_dir: Path, *, force: bool, is_own: bool) -> None:
     """Raise SpecDecError where what has come under an output's name may not be replaced."""
-    may_replace = force and (is_own or _find_model(output_dir) is None)
+    may_replace = force and output_dir.is_dir() and (is_own or _find_model(output_dir) is None)
     if not may_replace and not _is_free(output_dir):
         raise _refuse_newcomer(output_dir)
 

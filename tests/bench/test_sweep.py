@@ -126,11 +126,11 @@ def test_tune_says_where_its_work_is_done() -> None:
     assert "specdec bench --sweep OPTION=a,b,c" in process.stderr
 
 
-def test_force_replaces_reports_alone(tmp_path: Path) -> None:
+def test_force_replaces_no_model_with_a_report(tmp_path: Path) -> None:
     """It is told before anything is measured."""
     folder = tmp_path / "reports" / "eagle_tree_tokens=6"
     folder.mkdir(parents=True)
-    (folder / "notes.txt").touch()
+    (folder / "model.gguf").touch()
     settings = make_settings(
         tmp_path, "eagle_tree_tokens=3,6", output=tmp_path / "reports", force=True
     )

@@ -271,10 +271,15 @@ def test_what_appears_meanwhile_stays(
     assert (tmp_path / ".out.partial" / "y").exists() == resume
     if resume and moment == "amid the work":
         assert (tmp_path / ".out.partial" / JOURNAL_NAME).exists(), "can be gone on with"
-    shutil.rmtree(out) if is_folder else out.unlink()
-    with pytest.raises(SpecDecError, match="it has been made since"):
+    if is_folder:
+        shutil.rmtree(out)
         work(force=True)
-    assert kept.read_text() == "theirs"
+        assert list_tree(tmp_path) == ["out", "out/y"]
+    else:
+        out.unlink()
+        with pytest.raises(SpecDecError, match="it has been made since"):
+            work(force=True)
+        assert kept.read_text() == "theirs"
 
 
 def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
@@ -292,35 +297,30 @@ def test_a_file_takes_its_name_from_none_but_with_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("force", [True, False])
-@pytest.mark.parametrize("case", ["a project", "another tool's manifest", "a damaged one", "notes"])
-def test_force_replaces_only_what_specdec_wrote(case: str, force: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "x.gguf", ".git"]
+)
+def test_force_replaces_no_model_and_no_work_tree(name: str, force: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_own(out, "old")
-    if case == "a project":
-        (out / "manifest.json").unlink()
-    elif case == "another tool's manifest":
-        (out / "manifest.json").write_text('{"outputs": [{"path": "x", "bytes": 3}]}')
-    elif case == "a damaged one":
-        (out / "manifest.json").write_text('{"tool": "specdec", "outputs": [')
-    else:
-        (out / "sub").mkdir()
-        (out / "sub" / "notes.txt").touch()
-    before = list_tree(tmp_path)
-    fact = "specdec did not write: sub/notes.txt" if case == "notes" else "no manifest.json in it"
-    expected = refused(f"out is not replaced: .*{fact}", "move away what is there") if force else (
+    out.mkdir()
+    (out / name).touch()
+    (out / "manifest.json").write_text('{"outputs": [{"path": "x", "bytes": 3}]}')  # not specdec's
+    fact = f"out is not replaced: it holds {name} and no manifest.json of specdec"
+    expected = refused(fact, "move away what is there") if force else (
         refused("out exists and is not empty", "choose another folder"))  # fmt: skip
     with expected, stage_folder(out, force=force):
         pytest.fail("entered")
-    assert list_tree(tmp_path) == before
+    assert {path.name for path in out.iterdir()} == {name, "manifest.json"}
 
 
-def test_files_that_were_added_meanwhile_are_not_replaced(tmp_path: Path) -> None:
+def test_force_replaces_what_was_put_into_an_output(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_own(out, "old")
-    with refused("it has been made since"), stage_folder(out, force=True) as partial:
-        (partial / "x").write_text("new")
+    (out / "model.safetensors").touch()
+    with stage_folder(out, force=True) as partial:
+        write_own(partial, "new")
         (out / "notes.txt").touch()
-    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/notes.txt", "out/x"]
+    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/x"]
 
 
 @pytest.mark.parametrize("left", [".out.old", ".out.old.rm"])

@@ -57,11 +57,11 @@ def test_what_a_drafter_is_sure_of_is_held_against_what_was_accepted() -> None:
     assert np.allclose(calibration.estimate(other), [1, 0.95, 0.35, 0.95])
 
 
-def test_confidence_that_is_no_number_is_none() -> None:
+def test_confidence_that_is_no_number_is_little() -> None:
     """A drafter may leave the range of its type: float16 ends at 65504."""
     calibration, confidence = Calibration(), np.array([1.0, 0.9, np.nan, np.nan])
     lost = Candidates(pack_beams(0, np.array([[1, 2, 3]])), None, confidence)
-    assert np.allclose(calibration.estimate(lost), [1, 0.9, 0, 0])
+    assert np.allclose(calibration.estimate(lost), [1, 0.9, 0.01, 0.01])
     calibration.record([lost], [[0, 1, 2]])
     calibration.learn()
     assert calibration.estimate(lost)[2] > 0.01

@@ -32,6 +32,7 @@ MAX_PRICE_RATIO = 4.0  # of these seconds to the table's, either way
 MAX_CHANCE = 0.999  # the most that is believed of a token
 MAX_WEIGHT = 1e100  # of a token, before all are counted in small numbers again
 MIDDLES = tuple((bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS))  # confidences
+LOST_CONFIDENCE = 0.01  # in the place of what is no number
 LEAST_EXPECTED = 0.1  # tokens that a drafter's record expects of the unlikeliest ones, at least
 NUM_CELLS = (MAX_DEPTH + 1) * NUM_BUCKETS  # of one drafter
 
@@ -189,10 +190,10 @@ def list_judged(tree: Tree, path: Sequence[int]) -> list[tuple[int, bool]]:
 def read_confidence(candidates: Candidates) -> Array:
     """[T], the drafter's confidence in each node; by its place among its siblings if it has none.
 
-    None in what is no number, which a drafter makes that leaves the range of its type.
+    Little in what is no number, which a drafter makes that leaves the range of its type.
     """
     if candidates.confidence is not None:
-        return np.fmax(candidates.confidence, 0.0)
+        return np.where(np.isnan(candidates.confidence), LOST_CONFIDENCE, candidates.confidence)
     tree = candidates.tree
     if tree.num_nodes == 1:  # as where a lookup finds nothing
         return np.ones(1)
