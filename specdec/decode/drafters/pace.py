@@ -105,7 +105,7 @@ class Pace:
         self.drafts_on = False  # whether the last plan lets steps draft
         self._planless_steps = 0  # steps to come for which that plan holds
         self._level_price: float | None = None  # of that plan, once it is asked for
-        self._promised_tokens = 0.0  # by what the step verifies of drafts
+        self._promised_tokens = 0.0  # by the drafted nodes that the step verifies
         self._loss_allowance = math.inf  # seconds that the step may lose
         # Drafts to be learned from: their set, requests, promised tokens, nodes of the largest.
         self._promises: list[tuple[DrafterSet, int, list[float], int]] = []
@@ -402,8 +402,8 @@ class Pace:
             worth = gain - rate * step_seconds
             if worth > best_worth and step_seconds - plain_seconds <= self._loss_allowance:
                 best_size, best_worth = size, worth
-        size = max(best_size, int(self.is_trial))
-        self._promised_tokens = sum(promised_gains[:size][-1:])
+        chosen_size = max(best_size, int(self.is_trial))
+        self._promised_tokens = promised_gains[chosen_size - 1] if chosen_size else 0.0
         if self.is_brief:  # as if each further level were as good as the first
             num_rows = len(chances)
             first_rate = promised_gains[0] / num_rows
@@ -411,7 +411,7 @@ class Pace:
             promised_gains = [*map(max, promised_gains, itertools.accumulate(level_gains))]
         # The promise of a draft of this kind, whatever is verified of it.
         self._promises.append((self.forecast.drafter_set, len(chances), promised_gains, num_nodes))
-        return size
+        return chosen_size
 
     # ---- After it.
 
