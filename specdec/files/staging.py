@@ -44,10 +44,10 @@ def check_output_dir(
     if not _is_free(output_dir):
         model = None if is_own else _find_model(output_dir)
         if not force:
-            remedy = ", or replace it with --force" if model is None else ""
-            raise SpecDecError(
-                f"{output_dir} exists and is not empty", f"choose another folder{remedy}"
-            )
+            remedy = "choose another folder, or replace it with --force"
+            if model is not None:
+                remedy = "choose another folder"
+            raise SpecDecError(f"{output_dir} exists and is not empty", remedy)
         if model is not None:
             raise SpecDecError(
                 f"{output_dir} is not replaced: {model}",

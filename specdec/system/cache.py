@@ -68,9 +68,9 @@ def use_download(path: Path) -> None:
     cache = find_cache()
     if cache is None:
         return
-    downloads, path = (Path(os.path.realpath(each)) for each in (cache / DOWNLOADS, path))
-    if downloads in path.parents:
-        with contextlib.suppress(OSError):  # unreadable, which its reader tells
+    with contextlib.suppress(OSError, ValueError):  # unreadable, which its reader tells
+        downloads, path = (Path(os.path.realpath(each)) for each in (cache / DOWNLOADS, path))
+        if downloads in path.parents:
             use_entry(downloads / path.relative_to(downloads).parts[0])
 
 

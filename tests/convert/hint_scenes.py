@@ -223,9 +223,14 @@ def tensors(
 
 
 def write(path: str, content: str | bytes) -> Change:
-    """Write a file."""
-    content = content.encode() if isinstance(content, str) else content
-    return lambda scene: scene[path].write_bytes(content)
+    """Write a file, in a folder that is made if there is none."""
+    data = content.encode() if isinstance(content, str) else content
+
+    def change(scene: Scene) -> None:
+        scene[path].parent.mkdir(exist_ok=True)
+        scene[path].write_bytes(data)
+
+    return change
 
 
 def move(path: str, target: str) -> Change:

@@ -210,6 +210,9 @@ WITHOUT_CASE = {
     "take the Hugging Face folder of the model, here or as --tokenizer-dir":
         "a warning of convert, which goes on; an error of build",
     "name another file, or replace it with --force": NOT_CONVERT,
+    "name another file": NOT_CONVERT,
+    "choose a shorter name": "the limit of the disk: see test_output_folders.py",
+    "move it away, or choose another folder": f"{RACE}: see test_output_folders.py",
     "name a file for the output": NOT_CONVERT,
 }  # fmt: skip
 
