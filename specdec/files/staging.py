@@ -21,6 +21,7 @@ FULL_DISK_HINT = (
     "free some space (df and ulimit -f tell of it), or choose another folder, and run it again;"
     " nothing half-written was left"
 )
+JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # how numpy says it, without a number
 
 
@@ -223,14 +224,12 @@ def stage_folder(
 ) -> Iterator[Path]:  # fmt: skip
     """Yield a hidden folder alongside `output_dir`; it takes that name only if the body succeeds.
 
-    What has come under that name meanwhile stays, and SpecDecError is raised, but for what `force`
-    replaces, see `check_output_dir`. A second process that stages the same output is refused; what
-    a killed one left is removed. With `resume` that is yielded instead, and kept when the work
-    fails. full_disk_hint: for a disk that is full. finish: called when the output has its name,
-    before another process may write it.
+    A folder that has come under that name meanwhile stays, and SpecDecError is raised, but for one
+    that `force` replaces, see `check_output_dir`. A second process that stages the same output is
+    refused; what a killed one left is removed. With `resume` that is yielded instead, and kept when
+    the work fails. full_disk_hint: for a disk that is full. finish: called when the output has its
+    name, before another process may write it.
     """
-    from specdec.files.manifest import JOURNAL_NAME  # imports numpy
-
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
