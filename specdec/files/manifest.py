@@ -18,12 +18,12 @@ import numpy as np
 from specdec import __version__
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.reading import hash_file, is_inside, read_json, write_json
-from specdec.files.staging import JOURNAL_NAME
 from specdec.system import logs
 from specdec.system.threads import Pool, count_usable_cores
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
+JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 FORMAT_VERSION = 1
 # Files of models as they are published, and of work trees.
 PRECIOUS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf", ".git")

@@ -21,7 +21,6 @@ FULL_DISK_HINT = (
     "free some space (df and ulimit -f tell of it), or choose another folder, and run it again;"
     " nothing half-written was left"
 )
-JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # how numpy says it, without a number
 
 
@@ -230,6 +229,8 @@ def stage_folder(
     the work fails. full_disk_hint: for a disk that is full. finish: called when the output has its
     name, before another process may write it.
     """
+    from specdec.files.manifest import JOURNAL_NAME  # imports numpy
+
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)

@@ -17,9 +17,8 @@ import pytest
 from specdec.errors import SpecDecError
 from specdec.files import staging
 from specdec.files.engine_cache import EngineCache
-from specdec.files.manifest import write_manifest
+from specdec.files.manifest import JOURNAL_NAME, write_manifest
 from specdec.files.staging import (
-    JOURNAL_NAME,
     check_free_space,
     check_output_dir,
     check_output_file,
