@@ -17,6 +17,7 @@ from specdec.engine.native_border import (
     check_packed,
     get_packed_shape,
     get_pointer,
+    read_head,
 )
 from specdec.engine.native_library import KernelLibrary
 from specdec.model.blocks import TYPES
@@ -167,7 +168,7 @@ class MatrixKernels(KernelLibrary):
         check("numbers of rows", row_numbers, torch.int64, *indices.shape)
         numbers = row_numbers.data_ptr(), row_numbers.numel()
         if packed.dtype is torch.uint8:
-            if packed[16:24].any():
+            if read_head(packed)[2]:
                 raise ValueError("rows of a packed matrix of integers")
             rows = torch.empty(*indices.shape, depth)
             num_inside = self._call_with_threads(
