@@ -148,7 +148,21 @@ class KVCache:
 
     def move(self, source: int, row: int, positions: IntArray, start: int) -> None:
         """Copy the entries at `positions` of row `source` to `start` and after in `row`."""
+        if source == row and self.blocks.device.type == "cpu":
+            self._move_singly(row, positions, start)
+            return
         position_index = to_device(positions, self.blocks.device)
         for blocks in self._groups:
             entries = blocks[:, :, source].index_select(3, position_index)
             blocks[:, :, row, :, start : start + len(positions)] = entries  # [layers, 2, N, len, H]
+
+    def _move_singly(self, row: int, positions: IntArray, start: int) -> None:
+        """Move a row's entries to before themselves, one by one.
+
+        Few are moved after a step. For them torch would wake its threads, which takes longer.
+        """
+        for blocks in self._groups:
+            entries = blocks[:, :, row]
+            for new_position, position in enumerate(positions.tolist(), start):
+                if position != new_position:
+                    entries[:, :, :, new_position].copy_(entries[:, :, :, position])
