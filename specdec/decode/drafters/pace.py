@@ -34,10 +34,11 @@ from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_step
 from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
+SURE_GAIN = 1.1  # of speed, from which a plan that says drafts is kept for some steps
 LEAST_ADVANTAGE = 1.1  # of speed over the first drafter's alone, for which later ones may draft
 HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones after a draft take longer: caches are cold
-MAX_PLAN_STEPS = 4  # steps at most by one plan that says drafts, since planning takes time
+MAX_PLAN_STEPS = 4  # steps by one plan that says drafts, if it is sure: planning takes time
 MIN_REST_STEPS = 8  # steps at least by one plan that says none
 MAX_REST_STEPS = 24  # steps at most by one plan that says none
 FEW_UNREAD_TOKENS = 64  # unread tokens of a drafter, up to which it is no reader of a prompt
@@ -103,7 +104,10 @@ class Pace:
         self._table_seconds = self._step_seconds  # without the drift
         self._drifts = defaultdict[int, Drift](Drift)  # of steps of about as many requests
         self.drafts_on = False  # whether the last plan lets steps draft
-        self._planless_steps = 0  # steps to come for which that plan holds
+        self._planless_steps = 0  # steps to come for which that plan holds, while it may lose
+        # Of that plan: the least size that is verified, and the seconds of drafting at most.
+        self._draft = (0, 0.0)
+        self._seconds_ahead = 0.0  # of plain decoding, after that plan
         self._level_price: float | None = None  # of that plan, once it is asked for
         self._promised_tokens = 0.0  # by the drafted nodes that the step verifies
         self._loss_allowance = math.inf  # seconds that the step may lose
@@ -154,7 +158,8 @@ class Pace:
         if max(remaining) <= 1 or not self.max_tokens:
             return False
         readers = frozenset(n for n, few in enumerate(unread_counts) if few > FEW_UNREAD_TOKENS)
-        if is_kept and readers <= self.forecast.left_out:
+        if is_kept and readers <= self.forecast.left_out and self._may_lose():
+            self.max_read = None  # who drafts has read all but a few tokens
             return True
         self._level_price = None
         self.learn()
@@ -265,12 +270,9 @@ class Pace:
         if not self.account.spent_seconds:
             self.account.trial_allowance = self.account.find_limit(seconds_ahead)
             self.account.lost_seconds -= self._value_record()
-        limit = self.account.find_limit(seconds_ahead)
-        limit += 0.0 if self.is_trial else plain_seconds * forecast.sure_gain
-        size, price = self._choose_draft(limit)
-        self._loss_allowance = limit - price
-        may_lose = self._step_seconds[size] - plain_seconds <= self._loss_allowance
-        may_lose = may_lose and self._may_read(num_unread, seconds_ahead)
+        self._seconds_ahead = seconds_ahead
+        size, price = self._draft = self._choose_draft(self._find_limit())
+        may_lose = self._may_lose() and self._may_read(num_unread, seconds_ahead)
         expected_loss = price + forecast.expected_seconds[size - 1]
         expected_loss -= plain_seconds * (1 + forecast.gains[size - 1])
         reading_price = min(num_unread, TRIAL_CHUNK_TOKENS) * self.costs.reading
@@ -282,9 +284,19 @@ class Pace:
             if was_on:
                 self.account.add(0.0, COLD_SHARE * plain_seconds, is_trial=self.is_trial)
             self._planless_steps = self._count_rest(expected_loss)
-        elif not self.is_trial:  # so many that all of them might fail
-            num_steps = int(limit / (price + self._step_seconds[-1]))
-            self._planless_steps = min(num_steps, MAX_PLAN_STEPS)
+        elif forecast.gain > SURE_GAIN:
+            self._planless_steps = round(MAX_PLAN_STEPS * forecast.drafter_set.promise.trust)
+
+    def _find_limit(self) -> float:
+        """Return the seconds that the next draft may lose."""
+        won_seconds = 0.0 if self.is_trial else self._step_seconds[0] * self.forecast.sure_gain
+        return self.account.find_limit(self._seconds_ahead) + won_seconds
+
+    def _may_lose(self) -> bool:
+        """Return whether the plan's drafts may fail; note the seconds that verifying may lose."""
+        size, price = self._draft
+        self._loss_allowance = self._find_limit() - price
+        return self._step_seconds[size] - self._step_seconds[0] <= self._loss_allowance
 
     def _value_record(self) -> float:
         """Return the seconds that drafts of the drafter's record have won, if these cost this."""
