@@ -70,9 +70,9 @@ class HeldState(GrammarState):
             node = int(below.argmax()) if below.any() else None
         return shaped
 
-    def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
-        """Leave all in: a target that chooses by itself verifies wrong drafts, too."""
-        return tree
+    def list_kept(self, tree: Tree, *, is_drawn: bool) -> list[int]:
+        """List all nodes: a target that chooses by itself verifies wrong drafts, too."""
+        return [*range(tree.num_nodes)]
 
 
 def make_requests(path: Path, tokenizer: Any) -> list[tuple[str, Request]]:

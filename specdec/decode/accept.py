@@ -52,8 +52,11 @@ class Candidates:
     def prune(self, grammar: GrammarState) -> Candidates:
         """Leave out the nodes that a grammar forbids."""
         probs = self.draft_probs
-        tree = grammar.prune(self.tree, is_drawn=probs is not None)
-        return Candidates(tree, None if probs is None else probs[: tree.num_draft_tokens] or None)
+        nodes = grammar.list_kept(self.tree, is_drawn=probs is not None)
+        if len(nodes) == self.tree.num_nodes:
+            return self
+        kept_probs = None if probs is None else probs[: len(nodes) - 1] or None
+        return dataclasses.replace(self.keep(nodes), draft_probs=kept_probs)
 
     def keep(self, nodes: Sequence[int] | IntArray) -> Candidates:
         """Return candidates of these nodes only, which were not drawn; see `Tree.keep`."""

@@ -238,6 +238,9 @@ class Batch:
             if draft.tree.num_draft_tokens and request.grammar and not drafter.is_indivisible:
                 draft = draft.prune(request.grammar)
             candidates.append(draft)
+            if request in by_request:
+                by_request[request] = draft
+        drafter.note_verified([*by_request.values()])
         return candidates
 
     def _forward(

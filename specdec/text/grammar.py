@@ -64,20 +64,19 @@ class GrammarState:
             shaped[node, :size].masked_fill_(to_device(~mask[:size], shaped.device), -torch.inf)
         return shaped
 
-    def prune(self, tree: Tree, *, is_drawn: bool) -> Tree:
-        """Leave out the tokens that the grammar forbids, and all after them.
+    def list_kept(self, tree: Tree, *, is_drawn: bool) -> list[int]:
+        """List a tree's nodes without the tokens that the grammar forbids, and all after them.
 
         is_drawn: the tree is one path, drawn token by token. Then the first such token stays: it is
         rejected for certain, and what takes its place has to be drawn from what the draft leaves of
         the target's distribution.
         """
         valid_nodes = self._walk(tree)
-        kept_nodes = [
+        return [
             node
             for node in range(tree.num_nodes)
             if node in valid_nodes or (is_drawn and int(tree.parents[node]) in valid_nodes)
         ]
-        return tree if len(kept_nodes) == tree.num_nodes else tree.keep(kept_nodes)
 
     def _walk(self, tree: Tree) -> dict[int, BoolArray | None]:
         """Return the mask [V] after each node whose path is in the grammar; None after an end."""

@@ -23,7 +23,7 @@ def test_a_text_that_is_held_to() -> None:
     output = [5, 6]
     state = Held([5, 6, 7, 8, 9]).follow(output)
     tree = pack_beams(6, np.array([[7, 1, 2], [7, 8, 3], [4, 4, 4]]))
-    assert state.prune(tree, is_drawn=False) is tree
+    assert state.list_kept(tree, is_drawn=False) == [*range(tree.num_nodes)]
     best_tokens = state.shape(tree, torch.zeros(tree.num_nodes + 2, 12)).argmax(-1)
     accepted_nodes = [node for node in range(tree.num_nodes) if best_tokens[node]]
     assert [(int(tree.tokens[node]), int(best_tokens[node])) for node in accepted_nodes] == [

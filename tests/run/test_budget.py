@@ -88,6 +88,32 @@ def test_a_step_in_which_drafters_only_read() -> None:
     assert read >= 100, "it was asked"
 
 
+class Forking(Drafter):
+    """Drafts two tokens, and is surer of the first."""
+
+    max_draft_tokens, max_draft_depth = 2, 1
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        return [Candidates(pack_beams(4, np.array([[5], [6]])), None, np.array([1.0, 0.9, 0.4]))]
+
+
+def test_what_a_grammar_leaves_out_was_wrong_and_not_verified() -> None:
+    """Also where the nodes that are left have other numbers."""
+    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99, request=PROMPT))]
+    seconds = []
+    for kept in ([0, 1, 2], [0, 2]):
+        drafter = PacedDrafter([[Forking()]], make_costs(step=float), is_fixed=True)
+        (draft,) = drafter.propose(requests)
+        drafter.note_verified([draft.keep(kept)])
+        drafter.observe(requests, States(torch.zeros(1, 3, 1)), [[0, kept.index(2)]])
+        drafter.pace.learn()
+        seconds.append(drafter.pace.account.spent_seconds)
+        chances = drafter.pace.calibration.estimate(draft)
+        assert chances[1] < 0.9
+        assert chances[2] > 0.4
+    assert seconds[0] - seconds[1] == pytest.approx(1.0), "a node less"
+
+
 def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:
     """By their whole paths; siblings count as the drafter ranks them where it tells no more."""
     tree = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8], [3, 5, 8]]))

@@ -114,8 +114,13 @@ def test_what_is_pruned() -> None:
     output: list[int] = [2]
     state = Grammar(NoTwins(), ()).follow(output)
     tree = pack_beams(2, np.array([[1, 4], [1, 1], [2, 0], [3, 4]]))
-    pruned = Candidates(tree).prune(state).tree
-    assert pruned.tokens.tolist() == [2, 1, 3, 4]
+    sure = np.linspace(1.0, 0.3, tree.num_nodes)
+    candidates = Candidates(tree, None, sure, source=1).prune(state)
+    pruned, kept = candidates.tree, [0, 1, 3, 4]
+    assert candidates.source == 1
+    assert candidates.confidence is not None
+    assert candidates.confidence.tolist() == sure[kept].tolist()
+    assert pruned.tokens.tolist() == tree.tokens[kept].tolist() == [2, 1, 3, 4]
     assert pruned.parents.tolist() == [-1, 0, 0, 1]
     assert pruned.depths.tolist() == [0, 1, 1, 2]
     chain = Tree(np.array([2, 3, 4, 0, 1]), np.arange(-1, 4), np.arange(5))

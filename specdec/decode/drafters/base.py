@@ -147,6 +147,9 @@ class Drafter:
         """
         return []
 
+    def note_verified(self, drafts: Sequence[Candidates]) -> None:
+        """Take what is verified of the newest drafts: grammars may have left some tokens out."""
+
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:

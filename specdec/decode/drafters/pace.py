@@ -429,16 +429,17 @@ class Pace:
 
     def record(
         self, size: int, emitted_counts: Sequence[int], draft_calls: Sequence[tuple[int, int, int]],
-        num_read: int = 0,
+        num_read: int = 0, *, verified_size: int | None = None,
     ) -> None:  # fmt: skip
         """Take what came of a step's drafts, the largest of which has so many nodes.
 
         emitted_counts: tokens of each request. draft_calls: the drafters of the chain that drafted,
         for how many requests, and how many levels. num_read: prompt tokens that they read.
+        verified_size: nodes of the largest draft as grammars have left it; None is all of them.
         """
         rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
         seconds = sum(self._price_draft(d, n, levels) for d, n, levels in draft_calls)
-        seconds += self._step_seconds[self._find_place(size)]
+        seconds += self._step_seconds[self._find_place(verified_size or size)]
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
         self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)
         self.account.add(seconds - plain_seconds, lost_seconds, is_trial=self.is_trial)

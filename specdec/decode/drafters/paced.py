@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from specdec.decode.accept import Candidates
+from specdec.decode.accept import Candidates, map_children
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.base import ALL_LEVELS, Drafter, list_roots
 from specdec.decode.drafters.calibration import follow_text
@@ -58,6 +58,7 @@ class PacedDrafter(JoinedDrafter):
         self._clock, self._start_time = clock, 0.0  # when the newest step's drafts were made
         self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
         self._drafts: list[Candidates] = []
+        self._verified: list[Candidates] = []  # of these, as grammars have left them
         # By row, the chances of a draft's nodes, best first, and the nodes; and the draft's value.
         self._ranks: dict[int, tuple[list[float], list[int]]] = {}
         self._values: dict[int, float] = {}
@@ -100,8 +101,7 @@ class PacedDrafter(JoinedDrafter):
         """Take the seconds of a step that is timed."""
         start_time, self._start_time = self._start_time, 0.0
         if self._clock is not None:
-            size = max((candidates.tree.num_nodes for candidates in self._drafts), default=1)
-            self.pace.take_seconds(size, self._clock() - start_time)
+            self.pace.take_seconds(_count_nodes(self._verified), self._clock() - start_time)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
@@ -119,7 +119,7 @@ class PacedDrafter(JoinedDrafter):
         return drafts
 
     def _propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
-        self._drafts, self._ranks, self._values = [], {}, {}
+        self._drafts, self._verified, self._ranks, self._values = [], [], {}, {}
         self._displaced, self.num_prefilled = [], 0
         if not (self._plan(requests) or self.is_fixed):
             return []
@@ -128,6 +128,7 @@ class PacedDrafter(JoinedDrafter):
         self._draft_by_turns(requests)
         if not (self.is_fixed or self.pace.is_whole or self.pace.is_planned):
             self._cut_drafts()
+        self._verified = self._drafts
         return self._drafts
 
     def _draft_by_turns(self, requests: Sequence[ActiveRequest]) -> None:
@@ -226,6 +227,9 @@ class PacedDrafter(JoinedDrafter):
             drafts = [dataclasses.replace(candidates, source=group) for candidates in drafts]
         return drafts
 
+    def note_verified(self, drafts: Sequence[Candidates]) -> None:
+        self._verified = [*drafts]
+
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
     ) -> None:
@@ -236,11 +240,14 @@ class PacedDrafter(JoinedDrafter):
         if not self._drafts:
             return
         drafts, self._drafts = self._drafts, []
-        size = max(candidates.tree.num_nodes for candidates in drafts)
-        self.pace.record(size, [len(path) for path in paths], self._draft_calls, self.num_prefilled)
+        size = _count_nodes(drafts)
+        self.pace.record(
+            size, [len(path) for path in paths], self._draft_calls, self.num_prefilled,
+            verified_size=_count_nodes(self._verified),
+        )  # fmt: skip
         calibration = self.pace.calibration
         if size > 1:
-            calibration.record(drafts, paths)
+            calibration.record(drafts, [*map(_find_path, drafts, self._verified, paths)])
         for request, start, candidates in self._displaced:
             judged, path = follow_text(candidates, request.output_ids[start:])
             calibration.record([judged], [path])
@@ -270,3 +277,21 @@ class PacedDrafter(JoinedDrafter):
             else candidates.keep([0, *sorted(order[:max_nodes])])
             for candidates, (_, order) in zip(self._drafts, ranks, strict=True)
         ]
+
+
+def _count_nodes(drafts: Sequence[Candidates]) -> int:
+    """Return the nodes of the largest draft, or of a root alone."""
+    return max((candidates.tree.num_nodes for candidates in drafts), default=1)
+
+
+def _find_path(draft: Candidates, verified: Candidates, path: Sequence[int]) -> Sequence[int]:
+    """Return the nodes of a draft that are a path of what was verified of it.
+
+    A token that a grammar forbids was refused, as one that the target did not choose.
+    """
+    if verified.tree is draft.tree:
+        return path
+    children, draft_path = map_children(draft.tree), [0]
+    for token in verified.tree.tokens[path[1:]].tolist():
+        draft_path.append(children[draft_path[-1], token])
+    return draft_path
