@@ -97,6 +97,15 @@ class Forking(Drafter):
         return [Candidates(pack_beams(4, np.array([[5], [6]])), None, np.array([1.0, 0.9, 0.4]))]
 
 
+class Drawing(Drafter):
+    """Draws a chain of two tokens."""
+
+    max_draft_tokens = max_draft_depth = 2
+
+    def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
+        return [Candidates(pack_beams(4, np.array([[5, 6]])), [torch.full((8,), 0.125)] * 2)]
+
+
 def test_what_a_grammar_leaves_out_was_wrong_and_not_verified() -> None:
     """Also where the nodes that are left have other numbers."""
     requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99, request=PROMPT))]
@@ -112,6 +121,19 @@ def test_what_a_grammar_leaves_out_was_wrong_and_not_verified() -> None:
         assert chances[1] < 0.9
         assert chances[2] > 0.4
     assert seconds[0] - seconds[1] == pytest.approx(1.0), "a node less"
+
+
+def test_what_a_grammar_leaves_of_a_drawn_draft_is_not_looked_at() -> None:
+    """It depends on what was drawn, and the next draft must not."""
+    requests = [cast(ActiveRequest, SimpleNamespace(output_ids=[4], remaining=99, request=PROMPT))]
+    seconds = set()
+    for kept in ([0, 1, 2], [0, 1]):
+        drafter = PacedDrafter([[Drawing()]], make_costs(step=float), is_fixed=True)
+        (draft,) = drafter.propose(requests)
+        drafter.note_verified([draft.keep(kept)])
+        drafter.observe(requests, States(torch.zeros(1, 3, 1)), [[0]])
+        seconds.add(drafter.pace.account.spent_seconds)
+    assert len(seconds) == 1
 
 
 def test_a_tree_is_cut_to_its_likeliest_nodes() -> None:

@@ -228,7 +228,14 @@ class PacedDrafter(JoinedDrafter):
         return drafts
 
     def note_verified(self, drafts: Sequence[Candidates]) -> None:
-        self._verified = [*drafts]
+        """Take what is verified; a draft that was drawn counts whole.
+
+        How much a grammar leaves of it depends on what was drawn, on which no later draft may.
+        """
+        self._verified = [
+            verified if draft.draft_probs is None else draft
+            for draft, verified in zip(self._drafts, drafts, strict=True)
+        ]
 
     def observe(
         self, requests: Sequence[ActiveRequest], states: States, paths: Sequence[Sequence[int]]
