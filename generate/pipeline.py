@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from .plans import (
 from .settings import DRAFTS, GenerateSettings
 
 logger = logs.get_logger(__name__)
+
+TEMPORARY_PREFIX = "specdec-generate-"  # of the folders of engines that are not kept
+ABANDONED_AGE = 24 * 3600  # seconds: locks alone may be unknown to another host that shares a disk
 
 
 def generate(settings: GenerateSettings) -> None:
@@ -130,8 +134,21 @@ def open_cache(settings: GenerateSettings) -> Iterator[tuple[EngineCache, float 
         return
     if not settings.no_cache:
         logger.warning("%s, so the engine is not kept: set SPECDEC_CACHE_DIR", lack)
-    with tempfile.TemporaryDirectory(prefix="specdec-generate-") as temporary:
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX) as temporary:
         yield EngineCache(Path(temporary), is_temporary=True), None
+
+
+def remove_abandoned() -> None:
+    """Remove the temporary folders of this user's killed processes: unused for a day, unlocked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            cache = EngineCache(folder)
+            last_uses = [status.st_mtime, *(entry.last_use for entry in cache.list_entries())]
+            is_old = time.time() - max(last_uses) > ABANDONED_AGE
+            if is_old and status.st_uid == os.geteuid() and not cache.clear()[1]:
+                shutil.rmtree(folder)
 
 
 def _explain_lack(folder: Path | None) -> str | None:

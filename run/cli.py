@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -43,9 +43,7 @@ def command(settings: RunSettings) -> None:
     report = run_engine(settings, write)
     if report is None:  # another process has written it
         return None
-    text = show_report(report, settings, write, pieces)
-    if settings.output_file is not None and not settings.dry_run:
-        write_whole(settings.output_file, text + "\n", force=settings.force)
+    write_report(report, settings, pieces)
     if not settings.json and not settings.dry_run:
         click.echo(format_stats(report["stats"]), err=True)
     if report.get("interrupted"):
@@ -53,23 +51,27 @@ def command(settings: RunSettings) -> None:
     end_ranks(is_done=True)
 
 
-def show_report(
-    report: dict[str, Any], settings: RunSettings, write: Callable[[str], None], pieces: list[str]
-) -> str:
-    """Write the output that streaming has not written; return the whole text, for --output-file.
+def write_report(report: dict[str, Any], settings: RunSettings, pieces: Sequence[str]) -> None:
+    """Write the output that streaming has not written, and --output-file, each if the other fails.
 
-    write: writes a piece, and adds it to `pieces`.
+    pieces: of the output, that streaming has written.
     """
     is_streamed = settings.streaming and not settings.dry_run
+    lines: list[str] = []
     if settings.json and is_streamed:
-        for document in split_report(report):
-            write(json.dumps(document) + "\n")
-        return "".join(pieces).removesuffix("\n")
-    text = json.dumps(report) if settings.json else format_report(report)
-    if not is_streamed:
-        in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        click.echo(format_report(report, in_colour=True) if in_colour else text)
-    return text
+        lines = [json.dumps(document) + "\n" for document in split_report(report)]
+        text = "".join([*pieces, *lines])
+    else:
+        text = (json.dumps(report) if settings.json else format_report(report)) + "\n"
+    try:
+        if settings.output_file is not None and not settings.dry_run:
+            write_whole(settings.output_file, text, force=settings.force)
+    finally:
+        if not is_streamed:
+            in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            lines = [format_report(report, in_colour=True) + "\n" if in_colour else text]
+        for line in lines:
+            click.echo(line, nl=False)
 
 
 def split_report(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -35,11 +35,14 @@ convert, build, run, serve, train, verify, bench, export = (
 def open_streams() -> None:
     """Put the null device where standard input, output or error is closed.
 
-    Else a file that is opened later would get its descriptor, and the output of print.
+    Else a file that is opened later would get its descriptor, and the output of print. As with
+    Python's streams, one that takes the place of `sys.stdout` does not close the descriptor.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            stream = open(os.devnull, mode)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def end_by_sigint() -> None:

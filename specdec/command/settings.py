@@ -92,7 +92,8 @@ def read_sections(path: Path) -> dict[str, Any]:
         _refuse_twins(node)
         document = None if node is None else loader.construct_document(node)
     except FileNotFoundError:
-        raise UsageError(f"recipe {path} does not exist", "check the path after --config") from None
+        remedy = "check its path, which counts from the current folder"
+        raise UsageError(f"recipe {path} does not exist", remedy) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"recipe {path} is not readable: {reason}", "correct the file") from None

@@ -26,6 +26,7 @@ from specdec.command.settings import (
     suggest_option,
     takes_unknown_options,
 )
+from specdec.command.stdout import STDOUT, STDOUT_HINT, name_stdout
 from specdec.errors import SpecDecError, UsageError, cut_middle, make_printable, suggest
 from specdec.methods import METHODS
 from specdec.options import Flag, get_flags, name_flag
@@ -264,6 +265,7 @@ def run_command(command: click.Command, args: list[str] | None = None) -> None:
     """Run a command as a process's main function and exit with its status."""
     arguments = sys.argv[1:] if args is None else args
     calm_threads()
+    name_stdout()
     try:
         raise_at_sigint()
         # A launcher's process may wait for others, where Python's handlers do not run.
@@ -339,9 +341,7 @@ def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
 @contextlib.contextmanager
 def take_ending_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body as Ctrl-C does, so that nothing half-written is left."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only the main thread may set handlers
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
         yield
         return
     earlier_handlers: dict[int, Any] = {
@@ -398,7 +398,8 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:
         return 1, "out of memory", "use a smaller batch, or a machine with more memory"
     if isinstance(error, OSError) and error.errno is not None:
         path = f": {error.filename}" if error.filename is not None else ""
-        return 1, f"{error.strerror or error}{path}", _OS_HINT
+        hint = STDOUT_HINT if error.filename == STDOUT else _OS_HINT
+        return 1, f"{error.strerror or error}{path}", hint
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         1,

@@ -6,6 +6,29 @@ import fcntl
 import io
 import os
 import sys
+from typing import Any
+
+STDOUT = "standard output"  # file name of its errors
+STDOUT_HINT = "check where it leads, and its free space; output files are whole or absent"
+
+
+class StandardOutput(io.FileIO):
+    """Raw stream of a command's own text, whose errors name it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+
+def name_stdout() -> None:
+    """Let errors of `sys.stdout` name it; nothing changes where it is closed or replaced."""
+    stream = sys.stdout
+    if find_stdout() == 1 and isinstance(stream, io.TextIOWrapper):
+        stream.flush()
+        sys.stdout = _open_text(1, stream, closefd=False)
 
 
 def claim_stdout() -> None:
@@ -18,18 +41,25 @@ def claim_stdout() -> None:
     if find_stdout() != 1 or not isinstance(stream, io.TextIOWrapper):
         return
     stream.flush()
-    descriptor = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
-    sys.stdout = io.TextIOWrapper(
-        open(descriptor, "wb", 0 if stream.write_through else -1),
+    sys.stdout = _open_text(fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3), stream)
+    try:
+        os.dup2(2, 1)
+    except OSError:  # stderr is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _open_text(
+    descriptor: int, stream: io.TextIOWrapper, *, closefd: bool = True
+) -> io.TextIOWrapper:
+    """Return a text stream of a descriptor that writes as `stream` does."""
+    raw = StandardOutput(descriptor, "wb", closefd=closefd)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-    try:
-        os.dup2(2, 1)
-    except OSError:  # stderr is closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def find_stdout() -> int | None:

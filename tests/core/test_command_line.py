@@ -193,12 +193,19 @@ def test_closed_pipe_is_silent() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("action", ["print", "long"])
-def test_full_disk_on_stdout_is_an_error(action: str) -> None:
+def test_full_disk_on_stdout_is_an_error(
+    action: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint said that nothing was left, though a command's files may be whole."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
         done = run_toy("--action", action, stdout=full.fileno())
     assert done.returncode == 1
-    assert read_error_lines(done.stderr)[0].startswith("No space left on device")
+    error, hint = read_error_lines(done.stderr)
+    assert error == "No space left on device: standard output"
+    assert hint.endswith("output files are whole or absent")
 
 
 def test_help_lists_options_and_defaults() -> None:

@@ -48,6 +48,22 @@ def test_closed_streams_change_nothing_else(redirection: str, stdout: list[str] 
     assert done.stdout.split("\n") == (stdout or ["before", "ours", "from ours", ""])
 
 
+def test_the_null_device_in_the_place_of_stdout_keeps_its_descriptor() -> None:
+    """It closed descriptor 1, which a file got that was opened next."""
+    code = (
+        "import os, sys\n"
+        "from specdec.command.entry import open_streams\n"
+        "from specdec.command.stdout import claim_stdout, name_stdout\n"
+        "open_streams()\n"
+        "name_stdout()\n"
+        "claim_stdout()\n"
+        "print(os.open(os.devnull, os.O_WRONLY), file=sys.stderr)\n"
+    )
+    line = f'exec "{sys.executable}" -c "$0" >&-'
+    done = subprocess.run(["sh", "-c", line, code], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stderr) > 2
+
+
 def test_a_stdout_that_is_no_descriptor_stays(capsys: pytest.CaptureFixture[str]) -> None:
     from specdec.command.stdout import claim_stdout, find_stdout
 

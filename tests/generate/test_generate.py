@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -365,6 +366,29 @@ def test_whatever_goes_in_makes_another_engine(generate: Generate, tmp_path: Pat
     }
     save_file(factors, adapter / "adapter_model.safetensors")
     assert count_new("--lora-dir", adapter) == 1
+
+
+def test_what_a_killed_process_left_goes_a_day_later(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [tmp_path / f"specdec-generate-{name}" for name in ("old", "used", "new")]
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            with contextlib.ExitStack() as use:
+                use.enter_context(EngineCache(folder).hold("a", lambda _: None, force=False))
+                if folder.name.endswith("used"):
+                    stack.push(use.pop_all())
+            if not folder.name.endswith("new"):
+                for path in (folder, folder / "a.lock"):
+                    os.utime(path, (1000, 1000))
+        link = tmp_path / "specdec-generate-link"
+        link.symlink_to(tmp_path)
+        os.utime(link, (1000, 1000), follow_symlinks=False)
+        generate("abc", "--no-cache")
+        assert [folder.exists() for folder in folders] == [False, True, True]
+        assert (folders[1] / "a").is_dir()
+        assert link.is_symlink()
 
 
 def test_an_engine_that_is_not_kept(

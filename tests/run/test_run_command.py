@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from specdec.errors import SpecDecError, UsageError
@@ -15,6 +16,7 @@ from specdec.files.reading import read_json, write_json
 from specdec.files.staging import check_output_file, write_whole
 from specdec.files.tensor_file import TensorFile
 from specdec.methods.suffix import DEFAULT_TOKENS
+from specdec.run import cli as run_cli_module
 from specdec.run.cli import format_stats
 from tests.conftest import make_drafter, make_llama, make_tokenizer, read_error_lines, run_cli
 from tests.engines import call, make_engine, run_cli_here
@@ -86,6 +88,28 @@ def test_text_form_and_output_file(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.txt").read_text() == done.stdout
     assert "tokens per verify step" in done.stderr
     assert "draft " in done.stderr
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+@pytest.mark.parametrize("failing", ["stdout", "file"])
+def test_one_of_both_outputs_fails(
+    failing: str, is_json: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has gone, or a full disk, left no --output-file."""
+
+    def fail(*_: object, **options: object) -> None:
+        if not options.get("err"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failing == "stdout":
+        monkeypatch.setattr(click, "echo", fail)
+    else:
+        monkeypatch.setattr(run_cli_module, "write_whole", fail)
+    flags = ["--max-output-len", 2, "--output-file", tmp_path / "out", *["--json"] * is_json]
+    done = run_cli_here("run", *list_flags(folder, "--input-text", "ab", *flags))
+    assert done.returncode == 1
+    text = (tmp_path / "out").read_text() if failing == "stdout" else done.stdout
+    assert ('"outputs"' if is_json else "Output [Text 0 Beam 0]") in text
 
 
 @pytest.mark.parametrize(
