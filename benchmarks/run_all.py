@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # started as a file
 from benchmarks.side_by_side import models
 from benchmarks.side_by_side.processes import read_commit
 from benchmarks.side_by_side.ways import LLAMA_CPP, PEERS, QUANTIZED
-from specdec.command.stages import take_ending_signals
+from specdec.command.signals import take_ending_signals
 from specdec.files.reading import write_json
 from specdec.measure.machine import describe_machine
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(ROOT))
 
-from specdec.command.stages import take_ending_signals
+from specdec.command.signals import take_ending_signals
 from specdec.errors import SpecDecError
 from specdec.files.reading import write_json
 from specdec.system.threads import calm_threads

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from specdec.command.settings import (
     suggest_option,
     takes_unknown_options,
 )
+from specdec.command.signals import HungUp, Terminated, raise_at_sigint, take_ending_signals
 from specdec.command.stdout import STDOUT, STDOUT_HINT, name_stdout
 from specdec.errors import SpecDecError, UsageError, cut_middle, make_printable, suggest
 from specdec.methods import METHODS
@@ -302,70 +301,6 @@ def _report_failure(error: BaseException, *, with_traceback: bool) -> int:
     else:
         print_error(message, hint, len(getattr(error, "problems", [0])))
     return status
-
-
-class Terminated(KeyboardInterrupt):
-    """Interrupt by SIGTERM, which ends the work as Ctrl-C does."""
-
-
-class HungUp(KeyboardInterrupt):
-    """Interrupt by SIGHUP, which a terminal sends that is closed."""
-
-
-def raise_at_sigint() -> None:
-    """Undo `end_by_sigint` of entry.py: from here on Ctrl-C is an exception."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, make_handler(KeyboardInterrupt))
-
-
-def make_handler(kind: type[KeyboardInterrupt]) -> Callable[..., None]:
-    """Return a signal's handler that raises `kind`, once torch is imported if that has begun.
-
-    An exception within the import of torch's C++ may abort the process. The handler waits for two
-    seconds at most.
-    """
-    delays = iter([0.05] * 40)
-
-    def handle(*_: object) -> None:
-        spec = getattr(sys.modules.get("torch"), "__spec__", None)
-        delay = next(delays, 0.0) if getattr(spec, "_initializing", False) else 0.0
-        # A timer, not a thread, which could wait for a lock of this thread.
-        signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, delay)
-        if not delay:
-            raise kind
-
-    return handle
-
-
-@contextlib.contextmanager
-def take_ending_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the body as Ctrl-C does, so that nothing half-written is left."""
-    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
-        yield
-        return
-    earlier_handlers: dict[int, Any] = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, make_handler(Terminated))
-    }
-    hangup = getattr(signal, "SIGHUP", None)  # which Windows has not
-    if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:  # nohup ignores it
-        earlier_handlers[hangup] = signal.signal(hangup, _make_hangup_handler())
-    try:
-        yield
-    finally:
-        for number, handler in earlier_handlers.items():
-            signal.signal(number, handler)
-
-
-def _make_hangup_handler() -> Callable[..., None]:
-    """Return the handler of SIGHUP; shell and kernel both send it, and one must end the work."""
-    handle = make_handler(HungUp)
-
-    def handle_first(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        handle(number, frame)
-
-    return handle_first
 
 
 def _is_launched() -> bool:

@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecDecError, UsageError, name_extra, summarize
 
@@ -165,6 +165,7 @@ class HttpClient:
         # httpx's own timeout begins again with every byte: here it is for the whole exchange.
         import httpx
 
+        asyncio.get_running_loop().set_exception_handler(_leave_interrupts)
         # Not compressed: what is counted is what is kept.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity",
                    "Connection": "close"}  # fmt: skip
@@ -210,6 +211,12 @@ class HttpClient:
     def hide_key(self, text: str) -> str:
         """Return the text without the key."""
         return text.replace(self._key, "[key]") if self._key else text
+
+
+def _leave_interrupts(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle a loop's errors as ever, but for Ctrl-C in a task, which the command tells."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 async def _read_body(response: httpx.Response, limit: int) -> bytes:

@@ -30,11 +30,11 @@ from specdec.command.help import (
     list_sections,
     name_option,
 )
+from specdec.command.signals import make_handler
 from specdec.command.stages import (
     STAGES,
     group,
     load_command,
-    make_handler,
     print_error,
     stage_command,
 )
@@ -414,7 +414,7 @@ entry.{stage}()
 
 HUNG_UP = """
 import os, signal
-from specdec.command.stages import HungUp, take_ending_signals
+from specdec.command.signals import HungUp, take_ending_signals
 signal.signal(signal.SIGHUP, signal.{handler})
 try:
     with take_ending_signals():
@@ -488,6 +488,34 @@ def test_imports_are_seldom_searched_for_garbage() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["specdec", __version__, str(entry.NEW_OBJECTS)], done.stderr
+
+
+def test_an_interrupt_that_python_ignores_comes_again() -> None:
+    """A command went on after Ctrl-C, with a traceback of an ignored exception."""
+    code = (
+        "import os, signal, time\n"
+        "from specdec.command.signals import raise_at_sigint\n"
+        "class Interrupted:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(1)\n"
+        "class Faulty:\n"
+        "    def __del__(self):\n"
+        "        raise ValueError('told as ever')\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "raise_at_sigint()\n"
+        "Faulty()\n"
+        "try:\n"
+        "    Interrupted()\n"
+        "    time.sleep(20)\n"
+        "    print('not ended')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('ended')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "ended\n"
+    assert "ValueError: told as ever" in done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
 
 
 def test_an_ignored_sigint_stays_ignored() -> None:

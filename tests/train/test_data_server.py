@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from specdec.errors import SpecDecError, UsageError, name_extra
@@ -300,6 +302,21 @@ def test_what_comes_too_late_is_asked_again(
     assert [row["messages"] for row in read_output(tmp_path)] == expected
     assert num_asked == 4
     assert done.err.count("no answer within 0.3 s; again in") == 2
+
+
+def test_ctrl_c_amid_an_exchange_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python told of a task whose exception nobody had taken, below the error and its hint."""
+
+    async def send(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        http_client.HttpClient(None, HANGS).exchange("http://127.0.0.1:1/", None, 10)
+    gc.collect()
+    assert not caplog.records
 
 
 def test_an_endless_answer_is_no_matter_of_memory(run_data: RunData, tmp_path: Path) -> None:
