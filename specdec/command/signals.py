@@ -22,7 +22,8 @@ class HungUp(KeyboardInterrupt):
 
 def raise_at_sigint() -> None:
     """Undo `end_by_sigint` of entry.py: from here on Ctrl-C is an exception."""
-    sys.unraisablehook = raise_again
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = raise_again
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, make_handler(KeyboardInterrupt))
 
