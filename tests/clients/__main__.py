@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -198,17 +199,21 @@ def run(client: Client, folder: Path, url: str) -> tuple[str, dict[str, str]]:
         "CLIENT_TOKENIZER": str(PYCODE / "target"), "CLIENT_HOME": str(home),
         "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
     }  # fmt: skip
-    script = HERE / f"{client.script}.py"
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [python, script], capture_output=True, text=True, check=False, env=environment,
-            timeout=LIMIT,
-        )  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith('{"plain"')]
-        if lines:
-            return version, json.loads(lines[-1])
-        return version, {"script": f"status {done.returncode}: {done.stderr[-500:]}"}
-    return version, {"script": f"took more than {LIMIT:g} seconds"}
+    process = subprocess.Popen(
+        [python, HERE / f"{client.script}.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return version, {"script": f"took more than {LIMIT:g} seconds"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the script started goes with it
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in stdout.splitlines() if line.startswith('{"plain"')]
+    if lines:
+        return version, json.loads(lines[-1])
+    return version, {"script": f"status {process.returncode}: {stderr[-500:]}"}
 
 
 if __name__ == "__main__":
