@@ -21,9 +21,9 @@ from specdec.files.staging import (
     check_free_space,
     check_output_dir,
     list_local,
-    name_final,
     stage_folder,
 )
+from specdec.files.unfinished import name_final
 from specdec.methods import place_drafter
 from specdec.system import logs
 

@@ -18,12 +18,12 @@ from specdec.files.manifest import describe_file, write_manifest
 from specdec.files.reading import read_json, write_json
 from specdec.files.staging import (
     check_output_dir,
-    get_partial,
     list_local,
     stage_folder,
     tell_full_disk,
 )
 from specdec.files.tensor_file import write_tensor_file
+from specdec.files.unfinished import get_partial
 from specdec.gguf.folder import localize
 from specdec.methods import METHODS, place_drafter
 from specdec.model.config import FLOAT_DTYPES

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from specdec.command.settings import need
 from specdec.errors import SpecDecError
-from specdec.files.manifest import JOURNAL_NAME, read_manifest, write_manifest
+from specdec.files.manifest import read_manifest, write_manifest
 from specdec.files.reading import Array, hash_file, read_json, write_json
-from specdec.files.staging import get_partial, measure_free_space, stage_folder
+from specdec.files.staging import measure_free_space, stage_folder
 from specdec.files.tensor_file import (
     DTYPES,
     TensorFile,
@@ -38,6 +38,7 @@ from specdec.files.tensor_file import (
     write_tensor_file,
 )
 from specdec.files.torch_tensors import TORCH_DTYPES, to_array, to_tensor, view_tensor
+from specdec.files.unfinished import JOURNAL_NAME, get_partial
 from specdec.system.logs import get_logger
 
 from . import fp8

@@ -16,7 +16,8 @@ from specdec.engine.layout import BuildConfig, make_build_id
 from specdec.files.acceptance import copy_acceptance
 from specdec.files.manifest import write_manifest
 from specdec.files.reading import check_states, note_states
-from specdec.files.staging import check_free_space, check_output_dir, name_final, stage_folder
+from specdec.files.staging import check_free_space, check_output_dir, stage_folder
+from specdec.files.unfinished import name_final
 from specdec.files.vocabulary import read_recorded
 from specdec.system import logs
 from specdec.text.tokenizer import check_tokenizer, copy_tokenizer

@@ -18,12 +18,12 @@ import numpy as np
 from specdec import __version__
 from specdec.errors import SpecDecError, join_names, shorten
 from specdec.files.reading import hash_file, is_inside, read_json, write_json
+from specdec.files.unfinished import JOURNAL_NAME
 from specdec.system import logs
 from specdec.system.threads import Pool, count_usable_cores
 
 logger = logs.get_logger(__name__)
 NAME = "manifest.json"
-JOURNAL_NAME = ".journal"  # in a folder that is being written; see train/hidden_states.py
 FORMAT_VERSION = 1
 # Files of models as they are published, and of work trees.
 PRECIOUS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf", ".git")
@@ -178,19 +178,6 @@ def _list_written(folder: Path) -> tuple[ManifestEntry, ...] | None:
     path = folder / NAME
     document = read_json(path) if path.is_file() else {}
     return _read_entries(path, document, "outputs") if document.get("tool") == "specdec" else None
-
-
-def find_foreign(folder: Path) -> str | None:
-    """Say what in a folder shows that it is not specdec's own; None where all of it is."""
-    try:
-        entries = _list_written(folder)
-    except (OSError, SpecDecError):
-        entries = None
-    if entries is None:
-        return f"no {NAME} in it says that specdec wrote it"
-    if surplus := list_surplus(folder, entries):
-        return f"it holds files that specdec did not write: {join_names(surplus)}"
-    return None
 
 
 def find_model(folder: Path) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from specdec.errors import SpecDecError
+from specdec.files.unfinished import JOURNAL_NAME, get_backup, get_lock, get_partial, name_final
 from specdec.system.cache import remove_renamed
 from specdec.system.locks import lock_file
 
@@ -97,12 +98,6 @@ def _find_model(folder: Path) -> str | None:
     return find_model(folder)
 
 
-def _find_foreign(folder: Path) -> str | None:
-    from specdec.files.manifest import find_foreign  # imports numpy
-
-    return find_foreign(folder)
-
-
 def _protect_files(path: Path, inputs: Sequence[Path]) -> None:
     """Raise SpecDecError where an output file would take the place of an input."""
     if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):
@@ -185,20 +180,6 @@ def list_local(*inputs: Path | str | None) -> list[Path]:
     return [Path(path) for path in inputs if path is not None and Path(path).exists()]
 
 
-def get_partial(output_dir: Path) -> Path:
-    """Return the hidden folder in which `output_dir` comes about."""
-    output_dir = output_dir.resolve()
-    return output_dir.parent / f".{output_dir.name}.partial"
-
-
-def name_final(path: Path) -> Path:
-    """Return what a path will be called once the hidden folders that it lies in have their names.
-
-    `specdec generate` lets other stages write into such a folder.
-    """
-    return Path(*(re.sub(r"\.(.+)\.partial", r"\1", name) for name in path.parts))
-
-
 @contextlib.contextmanager
 def tell_full_disk(path: Path, remedy: str = FULL_DISK_HINT) -> Iterator[None]:
     """Raise SpecDecError that names `path` where the body finds no more space for it.
@@ -229,15 +210,11 @@ def stage_folder(
     the work fails. full_disk_hint: for a disk that is full. finish: called when the output has its
     name, before another process may write it.
     """
-    from specdec.files.manifest import JOURNAL_NAME  # imports numpy
-
     output_dir = output_dir.resolve()
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = get_partial(output_dir)
-    backup = output_dir.parent / f".{output_dir.name}.old"
     with hold_lock(output_dir):
         try:
-            _recover(output_dir, backup, is_own=is_own)
             check_output_dir(output_dir, force=force, inputs=inputs, is_own=is_own)
             if partial.exists() and not resume:
                 shutil.rmtree(partial)
@@ -248,7 +225,7 @@ def stage_folder(
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             _sync_tree(partial)
             _refuse_newcomers(output_dir, force=force, is_own=is_own)
-            _place_folder(partial, output_dir, backup)
+            _place_folder(partial, output_dir)
             _sync(output_dir.parent)
             finish()
         finally:
@@ -258,8 +235,12 @@ def stage_folder(
 
 @contextlib.contextmanager
 def hold_lock(output_dir: Path) -> Iterator[None]:
-    """Hold a lock file alongside `output_dir`, or raise SpecDecError when another process does."""
-    path = output_dir.parent / f".{output_dir.name}.lock"
+    """Hold a lock file alongside `output_dir`, or raise SpecDecError when another process does.
+
+    A file that is there already is of a process that was killed, whose renames are finished first.
+    """
+    path = get_lock(output_dir)
+    was_killed = path.exists()
     with path.open("w") as lock:
         try:
             lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,6 +253,7 @@ def hold_lock(output_dir: Path) -> Iterator[None]:
                 f"another process is writing {output_dir}", "wait for it, or choose another folder"
             ) from None
         try:
+            _recover(output_dir, was_killed=was_killed)
             yield
         finally:
             path.unlink(missing_ok=True)
@@ -295,12 +277,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _recover(output_dir: Path, backup: Path, *, is_own: bool) -> None:
+def _recover(output_dir: Path, *, was_killed: bool) -> None:
     """Finish what a process was killed amid: the old output comes back, or goes for the new one."""
-    foreign = _find_foreign(backup) if backup.exists() and not is_own else None
-    if foreign is not None:
+    backup = get_backup(output_dir)
+    if backup.exists() and not was_killed:
         raise SpecDecError(
-            f"{backup} has the name that {output_dir} gets while it is replaced, and {foreign}",
+            f"{backup} has the name that {output_dir} gets while it is replaced",
             "move it away, or choose another folder",
         )
     if backup.exists() and _is_free(output_dir):
@@ -322,15 +304,17 @@ def _refuse_newcomer(output: Path) -> SpecDecError:
     )
 
 
-def _place_folder(partial: Path, output_dir: Path, backup: Path) -> None:
-    if not _is_free(output_dir):
-        output_dir.rename(backup)
+def _place_folder(partial: Path, output_dir: Path) -> None:
+    backup = get_backup(output_dir)
     try:
+        if not _is_free(output_dir):
+            output_dir.rename(backup)
         partial.rename(output_dir)  # an empty folder gives way, nothing else does
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C as well
         if backup.exists() and not output_dir.exists():
             backup.rename(output_dir)
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        newcomer_errors = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+        if isinstance(error, OSError) and error.errno in newcomer_errors:
             raise _refuse_newcomer(output_dir) from None
         raise
     remove_renamed(backup)

@@ -17,15 +17,15 @@ import pytest
 from specdec.errors import SpecDecError
 from specdec.files import staging
 from specdec.files.engine_cache import EngineCache
-from specdec.files.manifest import JOURNAL_NAME, write_manifest
+from specdec.files.manifest import write_manifest
 from specdec.files.staging import (
     check_free_space,
     check_output_dir,
     check_output_file,
-    get_partial,
     place_file,
     stage_folder,
 )
+from specdec.files.unfinished import JOURNAL_NAME, get_partial
 
 
 @contextlib.contextmanager
@@ -329,6 +329,7 @@ def test_what_is_left_of_a_replaced_output_goes(left: str, tmp_path: Path) -> No
     out = tmp_path / "out"
     write_own(out, "new")
     write_own(tmp_path / left, "old")
+    (tmp_path / ".out.lock").touch()
     with stage_folder(out, force=True) as partial:
         write_own(partial, "newer")
         assert not (tmp_path / left).exists()
@@ -358,7 +359,7 @@ def test_an_old_output_that_cannot_be_removed(
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_backup_that_is_not_ours_stays(is_there: bool, tmp_path: Path) -> None:
-    """Such as ~/.config.old, beside the output ~/config."""
+    """Such as ~/.config.old, beside the output ~/config: no process of ours was killed."""
     if is_there:
         write_own(tmp_path / "config", "ours")
     (tmp_path / ".config.old").mkdir()
@@ -390,6 +391,7 @@ def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path)
     out = tmp_path / "out"
     if die is die_between_renames:
         write_own(out, "old")
+        (out / "notes.txt").touch()  # of the user, which makes it no other's
     process = multiprocessing.get_context("spawn").Process(target=die, args=(out,))
     process.start()
     process.join()
@@ -400,10 +402,28 @@ def test_what_a_killed_process_left(die: Callable[[Path], None], tmp_path: Path)
         with refused("exists and is not empty"), stage_folder(out, force=False):
             pytest.fail("entered")
         assert (out / "x").read_text() == "old"
+        assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/notes.txt", "out/x"]
     else:
         with stage_folder(out, force=False) as partial:
             (partial / "x").write_text("new")
         assert list_tree(tmp_path) == ["out", "out/x"]
+
+
+def test_ctrl_c_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    write_own(out, "old")
+    real = Path.rename
+
+    def interrupt(path: Path, target: Path) -> Path:
+        if path.name == ".out.partial":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt), stage_folder(out, force=True) as partial:
+        write_own(partial, "new")
+    assert (out / "x").read_text() == "old"
+    assert list_tree(tmp_path) == ["out", "out/manifest.json", "out/x"]
 
 
 def test_a_full_disk_is_named_by_a_folder_of_the_user(tmp_path: Path) -> None:
