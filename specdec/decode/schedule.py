@@ -138,7 +138,7 @@ class Scheduler:
         max_tokens, drafter = plan.max_tokens, self._drafter
         if plan.counts_verified and max_tokens is not None:
             max_tokens = max(1, max_tokens - num_rows * num_nodes)
-        reads_all = drafter.follows_prompts and drafter.follows_last
+        reads_all = drafter.follows_prompts and drafter.reads_hidden
         reads_all |= any(r.request.wants_prompt_logprobs for r in self.prefilling)
         max_past = max((int(self._cache.past_lens[r.row]) for r in self.active), default=0)
         return self.reader.plan(

@@ -20,12 +20,12 @@ from specdec.engine.tree import IntArray
 POSITION_BLOCK = 64
 
 
-class RowNumbers(NamedTuple):
-    """Numbers that are kept for the tokens of each row's text, and by which it can go on.
+class RowTensor(NamedTuple):
+    """Tensor of what is kept for the tokens of each row's text, and by which the text can go on.
 
-    values: their tensor, with an axis of rows and one of positions. lens: of each row, the tokens
-    that have some. num_ahead: tokens after its own that a position's numbers depend on. is_needed:
-    whether a text goes on only after tokens that have them.
+    values: with an axis of rows and one of positions. lens: of each row, the tokens that have
+    values. num_ahead: tokens after its own that a position's values depend on. is_needed: whether a
+    text goes on only after tokens that have values.
     """
 
     name: str
@@ -37,7 +37,7 @@ class RowNumbers(NamedTuple):
     is_needed: bool = True
 
     def view(self, row: int, start: int, end: int) -> Tensor:
-        """Return a row's numbers of some positions, which are not copied."""
+        """Return a row's values of some positions, which are not copied."""
         axis = self.position_axis - (self.row_axis < self.position_axis)
         return self.values.select(self.row_axis, row).narrow(axis, start, end - start)
 
@@ -99,9 +99,9 @@ class KVCache:
         # Where each row's request begins in the decoder's rotary tables.
         self.rotary_starts: IntArray = np.zeros(num_rows, np.int64)
 
-    def describe_rows(self, name: str, num_ahead: int = 0, *, is_needed: bool = True) -> RowNumbers:
-        """Describe the keys and values of each row's committed tokens."""
-        return RowNumbers(name, self.blocks, 2, 4, self.past_lens, num_ahead, is_needed)
+    def get_row_tensor(self, name: str, num_ahead: int = 0, *, is_needed: bool = True) -> RowTensor:
+        """Return the keys and values of each row's committed tokens."""
+        return RowTensor(name, self.blocks, 2, 4, self.past_lens, num_ahead, is_needed)
 
     def commit(self, row: int, path: list[int]) -> None:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""

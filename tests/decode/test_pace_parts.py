@@ -420,11 +420,14 @@ def test_joined_drafters_are_all_told_of_everything() -> None:
     members = [create_autospec(Drafter, instance=True) for _ in range(3)]
     for number, member in enumerate(members):
         member.max_draft_tokens = member.max_draft_depth = number + 1
-        member.follows_prompts, member.follows_last = number == 2, False
-        member.count_unread.return_value, member.list_numbers.return_value = 10**number, [number]
+        member.follows_prompts, member.reads_hidden = number == 2, False
+        member.count_unread.return_value, member.list_row_tensors.return_value = (
+            10**number,
+            [number],
+        )
     drafter = JoinedDrafter([members[:2], members[2:]])
     assert (drafter.max_draft_tokens, drafter.max_draft_depth) == (3, 3)
-    assert (drafter.follows_prompts, drafter.follows_last) == (True, False)
+    assert (drafter.follows_prompts, drafter.reads_hidden) == (True, False)
     calls: dict[str, tuple[Any, ...]] = {
         "take_cache": (object(),), "allocate": (2, 64), "start": ([],),
         "follow": ([0], [1], [2], STATES),
@@ -436,7 +439,7 @@ def test_joined_drafters_are_all_told_of_everything() -> None:
         for member in members:
             getattr(member, name).assert_called_once_with(*values)
     assert drafter.count_unread([]) == 111
-    assert cast(Any, drafter.list_numbers()) == [0, 1, 2]
+    assert cast(Any, drafter.list_row_tensors()) == [0, 1, 2]
 
 
 STATES = States(torch.zeros(1, 1, 1))
@@ -535,7 +538,7 @@ def test_what_members_are_told_and_what_is_known_of_them() -> None:
     planned = Scripted({}, is_planned=True, follows_prompts=True)
     planned.max_draft_tokens = planned.max_draft_depth = 8
     drafter = PacedDrafter([[planned]], make_costs(draft=lambda levels: 0.3 * levels))
-    assert (drafter.follows_prompts, drafter.follows_last, drafter.is_indivisible) == (
+    assert (drafter.follows_prompts, drafter.reads_hidden, drafter.is_indivisible) == (
         True, False, False,
     )  # fmt: skip
     drafter.plan_step(0, 40)
@@ -546,9 +549,9 @@ def test_what_members_are_told_and_what_is_known_of_them() -> None:
     whole = PacedDrafter([[Scripted({}, is_indivisible=True)]], make_costs())
     assert whole.is_indivisible
     assert whole.pace.is_whole
-    lone = Scripted({}, follows_last=True)
+    lone = Scripted({}, reads_hidden=True)
     pair = PacedDrafter([[lone, planned]], make_costs())
-    assert (pair.follows_last, pair.is_indivisible, pair.pace.is_planned) == (True, False, False)
+    assert (pair.reads_hidden, pair.is_indivisible, pair.pace.is_planned) == (True, False, False)
     lone.num_unread, planned.num_unread = 5, 6
     assert pair.count_unread(make_requests(7)) == 11
 

@@ -23,7 +23,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
 from specdec.engine.graphs import Graphs, StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK, KVCache, RowNumbers
+from specdec.engine.kv_cache import POSITION_BLOCK, KVCache, RowTensor
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
 from specdec.engine.native_drafts import NewStates
@@ -50,11 +50,12 @@ class Drafter:
     max_draft_tokens, max_draft_depth: most tokens of a step's draft, and of a path of it.
     chains_only: set by the loop: of a tree, one path is verified.
     follows_prompts: whether `follow` wants the target's states of all tokens of prompts.
-    follows_last: whether it reads the states that `follow` is given, instead of only those that the
-    decoder observed. is_indivisible: whether drafts are verified whole or not at all, since it
-    reads the states of nodes that it has placed itself. drafts_ahead: whether `compute_drafts` may
-    run before the host knows what was accepted. is_planned: whether a draft is a chain of tokens, a
-    pass each, whose number is told before the first. pace: what chooses how much it drafts.
+    reads_hidden: whether it reads the target's hidden states, behind all layers, instead of only
+    those of the layers that the decoder observes. is_indivisible: whether drafts are verified whole
+    or not at all, since it reads the states of nodes that it has placed itself. drafts_ahead:
+    whether `compute_drafts` may run before the host knows what was accepted. is_planned: whether a
+    draft is a chain of tokens, a pass each, whose number is told before the first. pace: what
+    chooses how much it drafts.
 
     Set by the loop, of a step: num_prompt_tokens, about how many prompt tokens the step reads, too;
     max_prefill, most tokens of prompts that it may itself read for a step of several requests, None
@@ -70,7 +71,7 @@ class Drafter:
     max_draft_depth = 0
     chains_only = False
     follows_prompts = False
-    follows_last = False
+    reads_hidden = False
     is_indivisible = False
     drafts_ahead = False
     is_planned = False
@@ -166,18 +167,18 @@ class Drafter:
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
-    def list_numbers(self) -> list[RowNumbers]:
-        """List the numbers of each row's text by which it can go on, since `allocate`.
+    def list_row_tensors(self) -> list[RowTensor]:
+        """List what is kept for each row's text, and by which it can go on, since `allocate`.
 
-        A drafter that lists none makes what it needs from the text.
+        A drafter that lists nothing makes what it needs from the text.
         """
         return []
 
     def settle(self, row: int) -> None:
-        """Make a row's numbers of `list_numbers` complete, as far as its text is known."""
+        """Complete a row's values in `list_row_tensors`, as far as its text is known."""
 
     def resume(self, row: int, length: int) -> None:
-        """Take a row's needed numbers of so many tokens, which were put in their place."""
+        """Go on after so many tokens of a row, whose needed values were put in their place."""
 
     def compute_drafts(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Compute drafts [B, ...] after tokens [B] and their states [B, D]; if `drafts_ahead`."""
@@ -350,7 +351,7 @@ class FeatureDrafter(Drafter):
         self, net: DraftNet, decoder: Decoder, layers: tuple[int, ...] | None, title: str
     ) -> None:
         """Take the target's decoder. layers: whose outputs are read; None: the last state."""
-        self.net, self._decoder, self.follows_last = net, decoder, layers is None
+        self.net, self._decoder, self.reads_hidden = net, decoder, layers is None
         self._num_known: IntArray = np.zeros(0, np.int64)
         self._num_read: IntArray = np.zeros(0, np.int64)
         # By row, the newest states in order, [N, F].
@@ -456,7 +457,7 @@ class FeatureDrafter(Drafter):
 
     def _append(self, rows: Sequence[int], paths: Sequence[Sequence[int]], states: States) -> None:
         """Keep the states of some nodes of a step after those that are known of each row."""
-        observed_states = states.hidden if self.follows_last else states.layers
+        observed_states = states.hidden if self.reads_hidden else states.layers
         assert observed_states is not None
         self._steps.append((rows, paths, observed_states))
         self._num_unsorted += observed_states.shape[0] * observed_states.shape[1]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.kv_cache import KVCache, RowNumbers
+from specdec.engine.kv_cache import KVCache, RowTensor
 from specdec.engine.step import States
 
 
@@ -20,7 +20,7 @@ class JoinedDrafter(Drafter):
         self.max_draft_depth = max(member.max_draft_depth for member in members)
         self.max_draft_tokens = max(sum(d.max_draft_tokens for d in group) for group in groups)
         self.follows_prompts = any(member.follows_prompts for member in members)
-        self.follows_last = any(member.follows_last for member in members)
+        self.reads_hidden = any(member.reads_hidden for member in members)
 
     def take_cache(self, cache: KVCache) -> None:
         for member in self.members:
@@ -53,9 +53,9 @@ class JoinedDrafter(Drafter):
         for member in self.members:
             member.copy_prefix(source, row, length)
 
-    def list_numbers(self) -> list[RowNumbers]:
+    def list_row_tensors(self) -> list[RowTensor]:
         """List those of all members."""
-        return [numbers for member in self.members for numbers in member.list_numbers()]
+        return [numbers for member in self.members for numbers in member.list_row_tensors()]
 
     def settle(self, row: int) -> None:
         for member in self.members:

@@ -103,26 +103,18 @@ def grow_choices(
     num_tokens: int,
     vocab_size: int,
     accuracy: Callable[[int, int], float] = estimate_accuracy,
-    max_inner: int | None = None,
 ) -> Choices:
     """Return the `num_tokens` paths that are most probable, or all there are.
 
-    accuracy: of a depth and a rank, both from 0; it must not rise with the rank. max_inner: of the
-    paths of one length, how many may go on, where that is bounded: the first that come to it.
+    accuracy: of a depth and a rank, both from 0; it must not rise with the rank.
     """
     # A path's beginning and its better sibling rate no lower, so the best of what they lead to
     # is the best of all that are left. With each waits the rating of its beginning.
     path_heap: list[tuple[float, tuple[int, ...], float]] = [(-accuracy(0, 0), (0,), 1.0)]
     paths: list[tuple[int, ...]] = []
-    inner: dict[int, set[tuple[int, ...]]] = {}  # by length
     while path_heap and len(paths) < num_tokens:
         rating, path, parent_rating = heapq.heappop(path_heap)
         depth, rank = len(path), path[-1] + 1
-        if max_inner is not None:
-            same_length = inner.setdefault(depth, set())
-            if len(same_length) == max_inner and path[:-1] not in same_length:
-                continue  # its parent may not go on, so neither its siblings nor its children come
-            same_length.add(path[:-1])
         paths.append(path)
         if rank < vocab_size:
             sibling = -parent_rating * accuracy(depth - 1, rank)
