@@ -43,6 +43,15 @@ class Hooks:
     is_enough: Callable[[Mapping[str, Any]], bool] = lambda evaluation: False
 
 
+@dataclasses.dataclass
+class Interval:
+    """Steps since the newest line of the log, or the newest evaluation: when they began, losses."""
+
+    start_tokens: int
+    start_time: float = dataclasses.field(default_factory=time.monotonic)
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+
 class Loop:
     """Loop of one training; accelerator: spreads it over the devices it was launched on."""
 
@@ -111,50 +120,57 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until an evaluation is good enough; return the evaluation."""
-        settings = self.settings
-        recent_losses: list[float] = []
-        interval_start, tokens_before = time.monotonic(), self.num_tokens
-        start_step = self.step
+        settings, first_step = self.settings, self.step + 1
+        interval = Interval(self.num_tokens)
         while self.step < self.num_steps:
             step = self.step + 1
             is_last = step == self.num_steps
-            logs_now = step % settings.logging_steps == 0 or is_last or step == 1
-            measures = self.take_step(step, measure=logs_now)
-            recent_losses.append(measures.summarize()["loss"])
+            is_logged = step % settings.logging_steps == 0 or is_last or step == 1
+            measures = self.take_step(step, measure=is_logged).summarize()
+            interval.losses.append(measures["loss"])
             self.step = step
-            if logs_now:
-                now = time.monotonic()
-                line = {
-                    "step": step,
-                    "tokens": self.num_tokens,
-                    "learning_rate": compute_learning_rate(settings, step - 1, self.num_steps),
-                    "mean_loss": round(sum(recent_losses) / len(recent_losses), 4),
-                    **measures.summarize(),
-                    "tokens_per_second": round(
-                        (self.num_tokens - tokens_before) / (now - interval_start)
-                    ),
-                }
-                self.hooks.log(line)
-                self._show(
-                    line,
-                    (now - interval_start) / len(recent_losses),
-                    is_start=step == start_step + 1,
-                )
-                recent_losses.clear()
-                interval_start, tokens_before = now, self.num_tokens
-            if settings.eval_steps and step % settings.eval_steps == 0 and not is_last:
+            if is_logged:
+                # The first step takes longer than the others, so it tells nothing of what is left.
+                self._log(measures, interval, shows_time_left=step > first_step)
+                interval = Interval(self.num_tokens)
+            if is_last:
+                break
+            if settings.eval_steps and step % settings.eval_steps == 0:
                 evaluation = self._report_evaluation()
                 if self.hooks.is_enough(evaluation):
                     logger.info(
                         "step %d of %d: good enough, the training ends here", step, self.num_steps
                     )
                     return evaluation
-                interval_start, tokens_before = time.monotonic(), self.num_tokens
-                recent_losses.clear()
-            if settings.save_steps and step % settings.save_steps == 0 and not is_last:
+                interval = Interval(self.num_tokens)
+            if settings.save_steps and step % settings.save_steps == 0:
                 self._save()
                 self.accelerator.wait_for_everyone()
         return self._report_evaluation()
+
+    def _log(
+        self, measures: Mapping[str, Any], interval: Interval, *, shows_time_left: bool
+    ) -> None:
+        """Write a line of the newest step's measures, the interval's mean loss and its speed."""
+        seconds, num_steps = time.monotonic() - interval.start_time, len(interval.losses)
+        line = {
+            "step": self.step,
+            "tokens": self.num_tokens,
+            "learning_rate": compute_learning_rate(self.settings, self.step - 1, self.num_steps),
+            "mean_loss": round(sum(interval.losses) / num_steps, 4),
+            **measures,
+            "tokens_per_second": round((self.num_tokens - interval.start_tokens) / seconds),
+        }
+        self.hooks.log(line)
+        time_left = ""
+        if shows_time_left:
+            seconds_left = (self.num_steps - self.step) * seconds / num_steps
+            time_left = f"  {_format_time(seconds_left)} left"
+        logger.info(
+            "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
+            line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line, 0),
+            line["learning_rate"], line["tokens_per_second"], time_left,
+        )  # fmt: skip
 
     def take_step(self, step: int, *, measure: bool) -> Measures:
         """Do one optimizer step over `rows_per_step` rows."""
@@ -245,11 +261,8 @@ class Loop:
 
     def _find_first_place(self, batch_index: int) -> int:
         """Return the place of a batch's first row among the rows of its step."""
-        num_processes, process_index = (
-            self.accelerator.num_processes,
-            self.accelerator.process_index,
-        )
-        batches_before: int = batch_index * num_processes + process_index
+        accelerator = self.accelerator
+        batches_before: int = batch_index * accelerator.num_processes + accelerator.process_index
         return self.settings.batch_size * batches_before
 
     def evaluate(self) -> dict[str, Any]:
@@ -302,6 +315,7 @@ class Loop:
         return acceptance_or_error  # type: ignore[no-any-return]
 
     def _report_evaluation(self) -> dict[str, Any]:
+        """Evaluate and measure the acceptance; write a line of both, and return it."""
         evaluation = self.evaluate()
         if not math.isfinite(evaluation["loss"]):
             self._refuse_to_continue(self.step, evaluation["loss"])
@@ -321,18 +335,6 @@ class Loop:
                 acceptance["acceptance_length"], acceptance["prompts"],
             )  # fmt: skip
         return evaluation
-
-    def _show(self, line: dict[str, Any], seconds_per_step: float, *, is_start: bool) -> None:
-        remaining_time = ""
-        if not is_start:  # the first step takes longer than the others
-            remaining_time = (
-                f"  {_format_time((self.num_steps - self.step) * seconds_per_step)} left"
-            )
-        logger.info(
-            "step %d/%d  loss %.3f  top-1 %s  lr %.2e  %d tokens/s%s",
-            line["step"], self.num_steps, line["mean_loss"], _format_accuracies(line, 0),
-            line["learning_rate"], line["tokens_per_second"], remaining_time,
-        )  # fmt: skip
 
 
 def _format_accuracies(measures: Mapping[str, Any], rank: int) -> str:
