@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
-from specdec.engine.kv_cache import KVCache, RowTensor
+from specdec.engine.kv_cache import CachedTensor, KVCache
 from specdec.files.reading import Array
 from specdec.files.session_files import BlockName, SessionFolder
 from specdec.system import logs
@@ -129,7 +129,7 @@ class Sessions:
         self._rows: dict[int, _Row] = {}
         # Of the prompt that was counted last: it is counted at each step until it begins.
         self._prompt_keys: tuple[Sequence[int], TextKeys] | None = None
-        self._kinds: list[RowTensor] = []
+        self._kinds: list[CachedTensor] = []
         self._waiting_keys: set[str] = set()
         self._num_waiting_bytes = 0
         self._mutex = threading.Lock()  # of these two
@@ -140,7 +140,7 @@ class Sessions:
     def attach(self, decoder: Decoder, cache: KVCache, drafter: Drafter) -> None:
         """Serve a new batch, whose caches are allocated."""
         self._decoder, self._cache, self._drafter = decoder, cache, drafter
-        self._kinds = [cache.get_row_tensor("target"), *drafter.list_row_tensors()]
+        self._kinds = [cache.get_cached_tensor("target"), *drafter.list_cached_tensors()]
         self._rows, self._prompt_keys = {}, None
         kinds = [
             (kind.name, str(kind.values.dtype), *kind.view(0, 0, 1).shape) for kind in self._kinds

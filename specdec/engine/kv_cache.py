@@ -20,7 +20,7 @@ from specdec.engine.tree import IntArray
 POSITION_BLOCK = 64
 
 
-class RowTensor(NamedTuple):
+class CachedTensor(NamedTuple):
     """Tensor of what is kept for the tokens of each row's text, and by which the text can go on.
 
     values: with an axis of rows and one of positions. lens: of each row, the tokens that have
@@ -99,9 +99,11 @@ class KVCache:
         # Where each row's request begins in the decoder's rotary tables.
         self.rotary_starts: IntArray = np.zeros(num_rows, np.int64)
 
-    def get_row_tensor(self, name: str, num_ahead: int = 0, *, is_needed: bool = True) -> RowTensor:
+    def get_cached_tensor(
+        self, name: str, num_ahead: int = 0, *, is_needed: bool = True
+    ) -> CachedTensor:
         """Return the keys and values of each row's committed tokens."""
-        return RowTensor(name, self.blocks, 2, 4, self.past_lens, num_ahead, is_needed)
+        return CachedTensor(name, self.blocks, 2, 4, self.past_lens, num_ahead, is_needed)
 
     def commit(self, row: int, path: list[int]) -> None:
         """Keep the entries of tree nodes `path` (root first) of the last step; drop the others."""

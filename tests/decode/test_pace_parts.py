@@ -19,11 +19,8 @@ from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.drafters.calibration import (
-    MAX_PRICE_RATIO,
     AcceptanceCounts,
     Calibration,
-    DrafterValue,
-    Promise,
     follow_chances,
     follow_text,
     read_confidence,
@@ -43,6 +40,7 @@ from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
+from specdec.decode.drafters.promise import MAX_PRICE_RATIO, DrafterValue, Promise
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, make_root
@@ -421,7 +419,7 @@ def test_joined_drafters_are_all_told_of_everything() -> None:
     for number, member in enumerate(members):
         member.max_draft_tokens = member.max_draft_depth = number + 1
         member.follows_prompts, member.reads_hidden = number == 2, False
-        member.count_unread.return_value, member.list_row_tensors.return_value = (
+        member.count_unread.return_value, member.list_cached_tensors.return_value = (
             10**number,
             [number],
         )
@@ -439,7 +437,7 @@ def test_joined_drafters_are_all_told_of_everything() -> None:
         for member in members:
             getattr(member, name).assert_called_once_with(*values)
     assert drafter.count_unread([]) == 111
-    assert cast(Any, drafter.list_row_tensors()) == [0, 1, 2]
+    assert cast(Any, drafter.list_cached_tensors()) == [0, 1, 2]
 
 
 STATES = States(torch.zeros(1, 1, 1))
@@ -644,12 +642,12 @@ def test_steps_of_other_numbers_of_requests_drift_by_themselves() -> None:
     pace = Pace(4, CHEAP)
     pace.plan([50])
     for _ in range(40):
-        pace.take_seconds(4, 3.0)
-    assert pace.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
+        pace.prices.take_step(4, 3.0)
+    assert pace.prices.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
     pace.plan([50] * 4)
-    assert pace.drift.correct([1, 4], [1.0, 1.0]) == [1.0, 1.0]
+    assert pace.prices.drift.correct([1, 4], [1.0, 1.0]) == [1.0, 1.0]
     pace.plan([50])
-    assert pace.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
+    assert pace.prices.drift.correct([1, 4], [1.0, 1.0]) == pytest.approx([2.0, 2.0], rel=0.02)
 
 
 class Steps:
@@ -696,13 +694,13 @@ def test_a_plain_step_that_is_due_waits_until_it_can_be_timed() -> None:
     drafter = PacedDrafter([[Scripted({7: draft})]], CHEAP, clock=steps)
     for _ in range(FIRST_PLAIN_STEP):
         assert steps.run(drafter, num_accepted=2) == 3
-    assert drafter.pace.drift.needs_plain
+    assert drafter.pace.prices.drift.needs_plain
     drafter.plan_step(8, None)
     for _ in range(20):
         assert steps.run(drafter, num_accepted=2) == 3
     drafter.plan_step(0, None)
     assert steps.run(drafter, num_accepted=0) == 1
-    assert not drafter.pace.drift.needs_plain
+    assert not drafter.pace.prices.drift.needs_plain
     assert steps.run(drafter, num_accepted=2) == 3
 
 
@@ -742,7 +740,7 @@ def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:
         for _ in range(20):
             drafter.plan_step(num_prompt_tokens, None)
             steps.run(drafter, num_accepted=1)
-        return drafter.pace.drift.correct([1, 2, 3], [1.0, 1.0, 1.0])
+        return drafter.pace.prices.drift.correct([1, 2, 3], [1.0, 1.0, 1.0])
 
     sure = make_draft([7, 4, 5], [-1, 0, 1], [1.0, 0.9, 0.9])
     drawn = Candidates(sure.tree, [torch.ones(9) / 9] * 2, sure.confidence)

@@ -193,7 +193,7 @@ def test_the_text_is_that_of_plain_decoding(
     chosen: list[bool] = []
 
     def plan(self: Pace, *_: Any) -> bool:
-        self._step_seconds = [1.0] * (self.max_tokens + 1)
+        self.prices.step_seconds = [1.0] * (self.max_tokens + 1)
         chosen.append(chance.random() < 0.5)
         return chosen[-1]
 

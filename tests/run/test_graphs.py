@@ -157,8 +157,8 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
     def plan(pace: Pace, remaining: Sequence[int], *_: int) -> bool:
         pace.skip(len(remaining))
         pace.drafts_on = bool(next(turn))
-        pace._planless_steps = 0 if pace.drafts_on else 5
-        pace._step_seconds = [0.0] * (pace.max_tokens + 1)
+        pace._plan_steps = 0 if pace.drafts_on else 5
+        pace.prices.step_seconds = [0.0] * (pace.max_tokens + 1)
         return pace.drafts_on
 
     def count(ahead: PlainAhead, active: Sequence[ActiveRequest]) -> Any:

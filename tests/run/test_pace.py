@@ -12,8 +12,8 @@ import pytest
 from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.calibration import PRIOR_DRAFTS, TRUSTED_DRAFTS, Promise
 from specdec.decode.drafters.pace import MIN_REST_STEPS, TRIAL_CHUNK_TOKENS, Pace
+from specdec.decode.drafters.promise import PRIOR_DRAFTS, TRUSTED_DRAFTS, Promise
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
     LEAST_CHUNK,
@@ -368,8 +368,8 @@ def test_prompts_are_read_where_all_drafters_save_more_than_that_takes(
 def test_drafters_without_the_first_are_asked_for_all_requests() -> None:
     pace = make_chain_pace()
     pace.plan([64], unread_counts=(0, 0))
-    assert pace._price_drafts(frozenset()) == pytest.approx(0.02 + 0.3)
-    assert pace._price_drafts(frozenset({0})) == pytest.approx(1.0)
+    assert pace.prices.price_drafts(frozenset()) == pytest.approx(0.02 + 0.3)
+    assert pace.prices.price_drafts(frozenset({0})) == pytest.approx(1.0)
 
 
 def count_failures(gains: Sequence[float] | None) -> int:

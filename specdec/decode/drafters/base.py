@@ -23,7 +23,7 @@ from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.draft_net import DraftNet
 from specdec.engine.graphs import Graphs, StepGraphs
-from specdec.engine.kv_cache import POSITION_BLOCK, KVCache, RowTensor
+from specdec.engine.kv_cache import POSITION_BLOCK, CachedTensor, KVCache
 from specdec.engine.layout import EngineConfig
 from specdec.engine.linear import Linear
 from specdec.engine.native_drafts import NewStates
@@ -167,7 +167,7 @@ class Drafter:
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Let `row` start over with what is known of the first `length` tokens of row `source`."""
 
-    def list_row_tensors(self) -> list[RowTensor]:
+    def list_cached_tensors(self) -> list[CachedTensor]:
         """List what is kept for each row's text, and by which it can go on, since `allocate`.
 
         A drafter that lists nothing makes what it needs from the text.
@@ -175,7 +175,7 @@ class Drafter:
         return []
 
     def settle(self, row: int) -> None:
-        """Complete a row's values in `list_row_tensors`, as far as its text is known."""
+        """Complete a row's values in `list_cached_tensors`, as far as its text is known."""
 
     def resume(self, row: int, length: int) -> None:
         """Go on after so many tokens of a row, whose needed values were put in their place."""

@@ -31,7 +31,7 @@ from specdec.decode.drafters.trees import (
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.dflash import DFlashNet
-from specdec.engine.kv_cache import RowTensor
+from specdec.engine.kv_cache import CachedTensor
 from specdec.engine.transfers import to_device, to_host
 from specdec.engine.tree import IntArray
 from specdec.errors import SpecDecError
@@ -116,9 +116,9 @@ class DFlashDrafter(FeatureDrafter):
         super().allocate(num_rows, num_positions)
         self._num_read = self._cache.past_lens  # what is read of a row is what its cache holds
 
-    def list_row_tensors(self) -> list[RowTensor]:
+    def list_cached_tensors(self) -> list[CachedTensor]:
         """List the keys and values of the context."""
-        return [self._cache.get_row_tensor("context")]
+        return [self._cache.get_cached_tensor("context")]
 
     def _keep(self, rows: IntArray, positions: IntArray, states: Tensor) -> None:
         """Write the keys and values that the context has in every layer."""

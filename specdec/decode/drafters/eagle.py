@@ -40,7 +40,7 @@ from specdec.decode.prefill import Follow, fill_cache
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.decoder import Decoder
 from specdec.engine.eagle import EagleNet
-from specdec.engine.kv_cache import KVCache, RowTensor
+from specdec.engine.kv_cache import CachedTensor, KVCache
 from specdec.engine.mtp import MtpNet
 from specdec.engine.native_drafts import NewPairs, PackedEagle, PairDrafts, TreeLayout, pack_drafter
 from specdec.engine.step import States, Step
@@ -251,11 +251,11 @@ class PairDrafter(FeatureDrafter):
         decoder = self.net.decoder
         self._features = make_zeros(shape, decoder.dtype, decoder.device)
 
-    def list_row_tensors(self) -> list[RowTensor]:
+    def list_cached_tensors(self) -> list[CachedTensor]:
         """List the features that pairs are made of, and the pairs' keys and values."""
         return [
-            RowTensor("features", self._features, 0, 1, self._num_read),
-            self._cache.get_row_tensor("pairs", 1, is_needed=False),
+            CachedTensor("features", self._features, 0, 1, self._num_read),
+            self._cache.get_cached_tensor("pairs", 1, is_needed=False),
         ]
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from specdec.decode.drafters.calibration import Promise
+from specdec.decode.drafters.promise import Promise
 from specdec.files.acceptance import Acceptance
 
 KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone

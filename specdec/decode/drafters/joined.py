@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specdec.decode.drafters.base import Drafter
 from specdec.decode.requests import ActiveRequest
-from specdec.engine.kv_cache import KVCache, RowTensor
+from specdec.engine.kv_cache import CachedTensor, KVCache
 from specdec.engine.step import States
 
 
@@ -53,9 +53,9 @@ class JoinedDrafter(Drafter):
         for member in self.members:
             member.copy_prefix(source, row, length)
 
-    def list_row_tensors(self) -> list[RowTensor]:
+    def list_cached_tensors(self) -> list[CachedTensor]:
         """List those of all members."""
-        return [numbers for member in self.members for numbers in member.list_row_tensors()]
+        return [numbers for member in self.members for numbers in member.list_cached_tensors()]
 
     def settle(self, row: int) -> None:
         for member in self.members:

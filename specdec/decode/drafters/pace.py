@@ -12,25 +12,19 @@ Legend: B rows, T nodes of a row's tree, the root among them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
-from specdec.decode.drafters.calibration import (
-    PRIOR_DRAFTS,
-    Calibration,
-    DrafterValue,
-    sum_chances,
-)
-from specdec.decode.drafters.drift import Drift
+from specdec.decode.drafters.calibration import Calibration, sum_chances
 from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
+from specdec.decode.drafters.prices import DraftCall, Prices
+from specdec.decode.drafters.promise import PRIOR_DRAFTS, DrafterValue
 from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
@@ -59,8 +53,8 @@ class Pace:
     all of them; all are tried again after a while.
 
     An `Account` is kept: no draft may lose more than it allows, if no more of it is accepted than
-    the drafts before have shown. A plan serves for some steps, since it takes time. What everything
-    costs stands in the table; `take_seconds` tells how far steps have drifted from it.
+    the drafts before have shown. A plan serves for some steps, since it takes time. `Prices` are
+    what everything costs.
     """
 
     def __init__(
@@ -89,22 +83,11 @@ class Pace:
         self.max_read: int | None = None  # prompt tokens that the drafter may read for the step
         self.is_trial = False  # whether the step's drafts are believed not to pay
         self.is_brief = False  # whether they have one level, since more might lose too much
-        self._num_rows = 0  # of the step that was planned last
         # Sizes that a plan chooses between: drafted nodes of a row.
         self._sizes = [max_tokens] if is_whole else [*range(1, max_tokens + 1)]
-        self._nodes = [1, *(size + 1 for size in self._sizes)]
-        nodes = np.array(self._nodes)
-        self._estimate_steps = functools.lru_cache(maxsize=32)(
-            lambda rows, num_prompt_tokens: costs.estimate_steps(rows, nodes, num_prompt_tokens)
-        )
-        self._context_seconds = costs.context.estimate(nodes)  # of a position in the cache
-        self._estimate_draft = functools.lru_cache(maxsize=256)(costs.estimate_draft)
-        # Of a plain step, and of one that verifies each size; before the first plan there was none.
-        self._step_seconds = [0.0] * len(nodes)
-        self._table_seconds = self._step_seconds  # without the drift
-        self._drifts = defaultdict[int, Drift](Drift)  # of steps of about as many requests
+        self.prices = Prices(costs, self._sizes, self.drafters)
         self.drafts_on = False  # whether the last plan lets steps draft
-        self._planless_steps = 0  # steps to come for which that plan holds, while it may lose
+        self._plan_steps = 0  # steps to come for which that plan holds, while it may lose
         # Of that plan: the least size that is verified, and the seconds of drafting at most.
         self._draft = (0, 0.0)
         self._seconds_ahead = 0.0  # of plain decoding, after that plan
@@ -120,18 +103,23 @@ class Pace:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
         self.learn()
         for drafter_set in (self.chain, self.first, self.others):
-            drafter_set.promise.start(min(1.0, num_texts / max(1, self._num_rows)))
-        self._planless_steps = 0
+            drafter_set.promise.start(min(1.0, num_texts / max(1, self.prices.num_rows)))
+        self._plan_steps = 0
 
     def is_resting(self, num_rows: int) -> bool:
         """Return whether the last plan lets the next step of so many requests rest."""
-        return not self.drafts_on and self._planless_steps > 1 and num_rows == self._num_rows
+        return not self.drafts_on and self._keeps_plan(num_rows)
+
+    def _keeps_plan(self, num_rows: int) -> bool:
+        """Return whether the last plan holds for the next step, of so many requests."""
+        return self._plan_steps > 1 and num_rows == self.prices.num_rows
 
     def skip(self, num_rows: int) -> None:
         """Begin a step of so many requests; nothing is drafted for it unless that is recorded."""
-        self._num_rows, self._planless_steps = num_rows, self._planless_steps - 1
+        self.prices.num_rows = num_rows
+        self._plan_steps -= 1
         self._promised_tokens = 0.0
-        self.account.add(self._step_seconds[0], 0.0, is_trial=self.is_trial)
+        self.account.add(self.prices.plain_seconds, 0.0, is_trial=self.is_trial)
 
     def rest_step(self, num_rows: int) -> bool:
         """Count a step; return whether it drafts nothing, as the last plan says."""
@@ -153,7 +141,7 @@ class Pace:
         num_rows = len(remaining)
         if self.rest_step(num_rows):
             return False
-        is_kept = self._planless_steps > 1 and num_rows == self._num_rows and not num_prompt_tokens
+        is_kept = self._keeps_plan(num_rows) and not num_prompt_tokens
         self.skip(num_rows)
         if max(remaining) <= 1 or not self.max_tokens:
             return False
@@ -163,20 +151,13 @@ class Pace:
             return True
         self._level_price = None
         self.learn()
-        seconds = self._estimate_steps(num_rows, num_prompt_tokens)
-        self._table_seconds = (seconds + num_positions * self._context_seconds).tolist()
-        self._step_seconds = self.drift.correct(self._nodes, self._table_seconds)
-        seconds_ahead = min(max(remaining), HORIZON_STEPS) * self._step_seconds[0]
+        self.prices.plan(num_prompt_tokens, num_positions)
+        seconds_ahead = min(max(remaining), HORIZON_STEPS) * self.prices.plain_seconds
         self.forecast = self._choose_drafters(readers, sum(unread_counts), seconds_ahead)
         left_out = self.forecast.left_out
         num_unread = sum(n for number, n in enumerate(unread_counts) if number not in left_out)
         self._decide(num_unread, seconds_ahead)
         return self.drafts_on
-
-    @property
-    def drift(self) -> Drift:
-        """Return the drift of steps of about as many requests as the newest step has."""
-        return self._drifts[self._num_rows.bit_length()]
 
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
@@ -227,42 +208,25 @@ class Pace:
 
     def _forecast(self, drafter_set: DrafterSet) -> Forecast:
         """Return the forecast of the step's plan if these drafters draft."""
-        promise, left_out = drafter_set.promise, drafter_set.left_out
-        plain_seconds, *expected_seconds = self._step_seconds
+        prices, left_out = self.prices, drafter_set.left_out
+        step_seconds = np.array(prices.step_seconds)
         if not self.is_whole:
-            _, *expected_seconds = promise.expect_seconds(np.array(self._step_seconds)).tolist()
+            step_seconds = drafter_set.promise.expect_seconds(step_seconds)
         if self.is_planned:
-            draft_seconds = [self._price_drafts(left_out, size) for size in self._sizes]
+            draft_seconds = [prices.price_drafts(left_out, size) for size in self._sizes]
         else:
-            draft_seconds = [self._price_drafts(left_out)] * len(self._sizes)
+            draft_seconds = [prices.price_drafts(left_out)] * len(self._sizes)
         return forecast_steps(
-            drafter_set, self._num_rows, plain_seconds, expected_seconds, draft_seconds
-        )
-
-    def _price_drafts(self, left_out: frozenset[int], num_levels: float | None = None) -> float:
-        """Return the seconds of a step's drafts, of so many levels or of as many as usual.
-
-        In a chain, each drafter but the first counts by its share of the requests.
-        """
-        total, numbers = 0.0, [n for n in range(len(self.drafters)) if n not in left_out]
-        for number in numbers:
-            drafter = self.drafters[number]
-            levels = min(num_levels or drafter.num_levels, drafter.max_depth)
-            rows = self._num_rows * (1.0 if number == numbers[0] else drafter.share)
-            total += min(1.0, rows) * self._price_draft(number, max(1.0, rows), levels)
-        return total
-
-    def _price_draft(self, drafter: int, num_rows: float, num_levels: float) -> float:
-        """Return the seconds of a drafter's draft, by the table and by the drafts that came."""
-        ratio = self.drafters[drafter].price_ratio
-        return float(ratio * self._estimate_draft(num_rows, num_levels, drafter))
+            drafter_set, prices.num_rows, prices.plain_seconds, step_seconds[1:].tolist(),
+            draft_seconds,
+        )  # fmt: skip
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:
         """Decide whether to draft, and for how many steps that holds.
 
         num_unread: tokens to read before. seconds_ahead: seconds of plain decoding to come.
         """
-        plain_seconds, forecast = self._step_seconds[0], self.forecast
+        plain_seconds, forecast = self.prices.plain_seconds, self.forecast
         repaid_seconds = seconds_ahead * (1 - 1 / forecast.gain)
         self.is_trial = (
             forecast.gain <= LEAST_GAIN or num_unread * self.costs.reading > repaid_seconds
@@ -283,29 +247,29 @@ class Pace:
         if not self.drafts_on:
             if was_on:
                 self.account.add(0.0, COLD_SHARE * plain_seconds, is_trial=self.is_trial)
-            self._planless_steps = self._count_rest(expected_loss)
+            self._plan_steps = self._count_rest(expected_loss)
         elif forecast.gain > SURE_GAIN:
-            self._planless_steps = round(MAX_PLAN_STEPS * forecast.drafter_set.promise.trust)
+            self._plan_steps = round(MAX_PLAN_STEPS * forecast.drafter_set.promise.trust)
 
     def _find_limit(self) -> float:
         """Return the seconds that the next draft may lose."""
-        won_seconds = 0.0 if self.is_trial else self._step_seconds[0] * self.forecast.sure_gain
+        won_seconds = 0.0 if self.is_trial else self.prices.plain_seconds * self.forecast.sure_gain
         return self.account.find_limit(self._seconds_ahead) + won_seconds
 
     def _may_lose(self) -> bool:
         """Return whether the plan's drafts may fail; note the seconds that verifying may lose."""
         size, price = self._draft
         self._loss_allowance = self._find_limit() - price
-        return self._step_seconds[size] - self._step_seconds[0] <= self._loss_allowance
+        return self.prices.step_seconds[size] - self.prices.plain_seconds <= self._loss_allowance
 
     def _value_record(self) -> float:
         """Return the seconds that drafts of the drafter's record have won, if these cost this."""
         share = (1 + self.forecast.sure_gain) * max(0.0, 1 - 1 / self.forecast.gain)
-        return self._num_recorded / self._num_rows * self._step_seconds[0] * share
+        return self._num_recorded / self.prices.num_rows * self.prices.plain_seconds * share
 
     def _choose_draft(self, limit: float) -> tuple[int, float]:
         """Return the least size that is verified, and what the draft costs at most."""
-        forecast, (plain_seconds, *seconds) = self.forecast, self._step_seconds
+        forecast, (plain_seconds, *seconds) = self.forecast, self.prices.step_seconds
         draft_seconds, self.max_levels = forecast.draft_seconds, forecast.best_size
         if self.is_whole:
             return 1, draft_seconds[0]
@@ -315,9 +279,9 @@ class Pace:
                 size -= 1
             self.max_levels = size
             return size, draft_seconds[size - 1]
-        whole_price = self._price_drafts(forecast.left_out, math.inf)
+        whole_price = self.prices.price_drafts(forecast.left_out, math.inf)
         self.is_brief = whole_price > limit or self.is_trial
-        price = self._price_drafts(forecast.left_out, 1) if self.is_brief else whole_price
+        price = self.prices.price_drafts(forecast.left_out, 1) if self.is_brief else whole_price
         if self.is_trial:
             return 1, price
         # Fewer nodes than pay would only lose what is left of the limit.
@@ -328,7 +292,7 @@ class Pace:
     def _count_rest(self, price: float) -> int:
         """Return the steps until a trial of this price may be lost."""
         missing_seconds = price - self.account.trial_allowance if self.is_trial else 0.0
-        num_steps = int(missing_seconds / (TRIAL_SHARE * self._step_seconds[0]))
+        num_steps = int(missing_seconds / (TRIAL_SHARE * self.prices.plain_seconds))
         return min(max(MIN_REST_STEPS, num_steps), MAX_REST_STEPS)
 
     def _may_read(self, num_unread: int, seconds_ahead: float) -> bool:
@@ -336,7 +300,7 @@ class Pace:
         self.max_read = None
         price = num_unread * self.costs.reading
         limit = self.account.find_reading_limit(seconds_ahead)
-        if not price or self._num_rows == 1:
+        if not price or self.prices.num_rows == 1:
             return price <= limit
         self.max_read = int(limit / self.costs.reading)
         if self.is_trial:
@@ -360,9 +324,10 @@ class Pace:
     def _find_level_price(self) -> float:
         # That a draft is verified at all is paid for already. Up to the best size, a level's token
         # costs what one of these does on average: beyond it costs may rise far more steeply.
-        size = min(max(2, self.forecast.best_size), len(self._step_seconds) - 1)
-        token_seconds = (self._step_seconds[size] - self._step_seconds[1]) / max(1, size - 1)
-        one_level, two_levels = (self._price_draft(-1, self._num_rows, n) for n in (1, 2))
+        prices, step_seconds = self.prices, self.prices.step_seconds
+        size = min(max(2, self.forecast.best_size), len(step_seconds) - 1)
+        token_seconds = (step_seconds[size] - step_seconds[1]) / max(1, size - 1)
+        one_level, two_levels = (prices.price_draft(-1, prices.num_rows, n) for n in (1, 2))
         price = self.forecast.rate * (two_levels - one_level + token_seconds)
         return float(price / self.forecast.drafter_set.promise.gains[0])
 
@@ -371,8 +336,8 @@ class Pace:
 
         chances: as in `choose`. Of each row's best paths as many count as are worth the most.
         """
-        plain_seconds, *seconds = self._step_seconds
-        row_rate = self.forecast.rate / self._num_rows
+        plain_seconds, *seconds = self.prices.step_seconds
+        row_rate = self.forecast.rate / self.prices.num_rows
         prices = [row_rate * (step - plain_seconds) for step in seconds]
         if self.is_whole:
             prices *= self.max_tokens
@@ -382,7 +347,7 @@ class Pace:
     def value_drafter(self, drafter: int, num_left: int) -> float:
         """Return a drafter's value to each of so many requests in tokens, its time paid."""
         value = self.drafters[drafter]
-        seconds = self._price_draft(drafter, num_left, value.num_levels)
+        seconds = self.prices.price_draft(drafter, num_left, value.num_levels)
         return value.gain - self.forecast.rate * seconds / num_left
 
     def is_best(self, drafter: int, value: float, num_left: int) -> bool:
@@ -405,7 +370,7 @@ class Pace:
 
         chances: of each row's paths, [B] of any length, best first.
         """
-        plain_seconds, *seconds = self._step_seconds
+        plain_seconds, *seconds = self.prices.step_seconds
         promised_gains, num_nodes = sum_chances(chances, self.max_tokens)
         # Beside a brief draft stand plain steps: a longer one might lose too much.
         rate = len(chances) / plain_seconds if self.is_brief else self.forecast.rate
@@ -428,7 +393,7 @@ class Pace:
     # ---- After it.
 
     def record(
-        self, size: int, emitted_counts: Sequence[int], draft_calls: Sequence[tuple[int, int, int]],
+        self, size: int, emitted_counts: Sequence[int], draft_calls: Sequence[DraftCall],
         num_read: int = 0, *, verified_size: int | None = None,
     ) -> None:  # fmt: skip
         """Take what came of a step's drafts, the largest of which has so many nodes.
@@ -437,9 +402,9 @@ class Pace:
         for how many requests, and how many levels. num_read: prompt tokens that they read.
         verified_size: nodes of the largest draft as grammars have left it; None is all of them.
         """
-        rows, plain_seconds = len(emitted_counts), self._step_seconds[0]
-        seconds = sum(self._price_draft(d, n, levels) for d, n, levels in draft_calls)
-        seconds += self._step_seconds[self._find_place(verified_size or size)]
+        rows, plain_seconds = len(emitted_counts), self.prices.plain_seconds
+        seconds = self.prices.price_calls(draft_calls)
+        seconds += self.prices.price_step(verified_size or size)
         lost_seconds = seconds - plain_seconds * sum(emitted_counts) / rows
         self.account.read(num_read * self.costs.reading, is_trial=self.is_trial)
         self.account.add(seconds - plain_seconds, lost_seconds, is_trial=self.is_trial)
@@ -451,27 +416,6 @@ class Pace:
             self.forecast.drafter_set.judge(self._promised_tokens, sum(emitted_counts) - rows)
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
-
-    def _find_place(self, size: int) -> int:
-        """Return the place, among seconds of steps, of one whose largest tree has `size` nodes."""
-        return -1 if self.is_whole and size > 1 else size - 1
-
-    def take_seconds(self, size: int, seconds: float) -> None:
-        """Take the seconds of the newest step without its drafts. size: of its largest tree."""
-        table_seconds = self._table_seconds[self._find_place(size)]
-        if table_seconds:  # else nothing was planned yet
-            self.drift.record(size, table_seconds, seconds)
-
-    def take_draft_seconds(
-        self, seconds: float, draft_calls: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Take the seconds of a step's drafts, for which no prompt was read; calls as in `record`.
-
-        The table has the drafts of a machine that does nothing else; between steps caches are cold.
-        """
-        expected_seconds = sum(self._price_draft(d, n, levels) for d, n, levels in draft_calls)
-        for drafter, _, _ in draft_calls if expected_seconds else ():
-            self.drafters[drafter].price(seconds / expected_seconds)
 
     def learn(self) -> None:
         """Learn from the newest steps."""

@@ -18,6 +18,7 @@ from specdec.decode.drafters.calibration import follow_text
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates
 from specdec.decode.drafters.pace import FEW_UNREAD_TOKENS, Pace
+from specdec.decode.drafters.prices import DraftCall
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.files.acceptance import Acceptance
@@ -56,7 +57,7 @@ class PacedDrafter(JoinedDrafter):
             record=record, recorded_drafter=recorded_drafter,
         )  # fmt: skip
         self._clock, self._start_time = clock, 0.0  # when the newest step's drafts were made
-        self._draft_calls: list[tuple[int, int, int]] = []  # group, requests, levels, of a step
+        self._draft_calls: list[DraftCall] = []  # of a step, by group
         self._drafts: list[Candidates] = []
         self._verified: list[Candidates] = []  # of these, as grammars have left them
         # By row, the chances of a draft's nodes, best first, and the nodes; and the draft's value.
@@ -101,7 +102,8 @@ class PacedDrafter(JoinedDrafter):
         """Take the seconds of a step that is timed."""
         start_time, self._start_time = self._start_time, 0.0
         if self._clock is not None:
-            self.pace.take_seconds(_count_nodes(self._verified), self._clock() - start_time)
+            size = _count_nodes(self._verified)
+            self.pace.prices.take_step(size, self._clock() - start_time)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.
@@ -114,7 +116,7 @@ class PacedDrafter(JoinedDrafter):
         if any(candidates.draft_probs is not None for candidates in drafts):
             self._clock = None  # a seed decides what is drawn, and nothing else
         elif drafts and clock is not None and not self.num_prefilled:
-            self.pace.take_draft_seconds(clock() - start_time, self._draft_calls)
+            self.pace.prices.take_drafts(clock() - start_time, self._draft_calls)
         self._begin_step()
         return drafts
 
@@ -156,7 +158,8 @@ class PacedDrafter(JoinedDrafter):
         if not self.is_fixed:
             unread_counts = [sum(m.count_unread(requests) for m in g) for g in self.groups]
         is_worth = self.pace.plan(remaining, self.num_prompt_tokens, unread_counts, num_positions)
-        return is_worth and not (self._step_clock is not None and self.pace.drift.needs_plain)
+        is_timed = self._step_clock is not None
+        return is_worth and not (is_timed and self.pace.prices.drift.needs_plain)
 
     def _instruct(self) -> None:
         """Tell the drafters how much they may read and draft in the step."""
