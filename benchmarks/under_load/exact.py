@@ -43,9 +43,9 @@ def make_engine(folder: Path, dtype: str) -> Path:
     return build_engine(target, folder / "engine", convert, build, dtype)
 
 
-def mix_chats(number: int, seed: int = 4) -> list[tuple[str, Body]]:
-    """Chats and responses with paths: plain, several choices, tools, structured output."""
-    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(seed)
+def mix_chats(number: int) -> list[tuple[str, Body]]:
+    """Return chats and responses with paths: plain, several choices, tools, structured output."""
+    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(4)
     mixed = []
     for index in range(number):
         path = RESPONSES if index % 3 == 2 else CHAT
@@ -79,22 +79,22 @@ async def ask_chat(address: str, path: str, body: Body) -> Any:
             for name in ("id", "call_id"):
                 item.pop(name, None)
         return whole["output"], whole["status"]
-    told: dict[int, list[Any]] = {}
+    answers: dict[int, list[Any]] = {}  # by choice: its text, its calls and why it ended
     for choice in (choice for document in documents for choice in document["choices"]):
-        own = told.setdefault(choice["index"], ["", [], None])
-        part = choice.get("delta", choice.get("message"))
-        own[0] += part.get("content") or ""
-        for call in part.get("tool_calls", ()):
+        answer = answers.setdefault(choice["index"], ["", [], None])
+        delta = choice.get("delta", choice.get("message"))
+        answer[0] += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
             if "id" in call:
-                own[1].append([call["function"]["name"], ""])
-            own[1][-1][1] += call["function"]["arguments"]
-        own[2] = choice["finish_reason"]
-    return told
+                answer[1].append([call["function"]["name"], ""])
+            answer[1][-1][1] += call["function"]["arguments"]
+        answer[2] = choice["finish_reason"]
+    return answers
 
 
-def mix_bodies(number: int, seed: int = 3) -> list[Body]:
-    """Short and long prompts and outputs, greedy, sampled, shaped, stopped and to a schema."""
-    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(seed)
+def mix_bodies(number: int) -> list[Body]:
+    """Return short and long prompts and outputs: greedy, sampled, shaped, stopped, to a schema."""
+    prompts, dice = read_lines(PYCODE / "prompts.jsonl"), random.Random(3)
     bodies = []
     for index in range(number):
         text = dice.choice(prompts)

@@ -32,11 +32,10 @@ CALLS = (
 
 
 class Location(NamedTuple):
-    """Place of a call in a text: of the whole call, and the end of its name where it has one."""
+    """Place of a whole call in a text."""
 
     start: int
     end: int
-    name_end: int = -1
 
 
 class CallText(NamedTuple):
@@ -118,7 +117,7 @@ def _locate(text: str, call: ProbeCall, name_start: int, opening: int) -> Locati
     with contextlib.suppress(ValueError):
         arguments, end = find_value(text, opening)
         if arguments == call.arguments:
-            return Location(name_start, end, name_start + len(call.name))
+            return Location(name_start, end)
     return None
 
 
@@ -130,4 +129,4 @@ def _find_tagged(text: str, call: ProbeCall, start: int) -> Location | None:
         if position < 0:
             return None
         position += len(word)
-    return Location(name_start, position, name_start + len(call.name)) if name_start >= 0 else None
+    return Location(name_start, position) if name_start >= 0 else None
