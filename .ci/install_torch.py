@@ -36,7 +36,7 @@ def install_torch(index: str, requirement: str) -> int:
 
 
 def get_installed() -> str:
-    """The installed torch's version, or an empty text."""
+    """Return the installed torch's version, or an empty text."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def get_installed() -> str:
 
 
 def is_told_where_to_look() -> bool:
-    """Whether pip's configuration or environment names an index or a folder of wheels."""
+    """Return whether pip's configuration or environment names an index or a folder of wheels."""
     done = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False)
     return "index-url" in done.stdout or "find-links" in done.stdout
 

@@ -79,7 +79,7 @@ def read_list(path: Path, vocab_size: int) -> list[int]:
 
 
 def count_tokens(path: Path, tokenizer_dir: str | None, vocab_size: int) -> Array:
-    """How often each token occurs in a file's rows of tokens or texts, [V]."""
+    """Count how often each token occurs in a file's rows of tokens or texts, [V]."""
     counts = np.zeros(vocab_size, np.int64)
     format_: ChatFormat | None = None
     is_plain = path.suffix == ".txt"

@@ -150,5 +150,5 @@ class PackedWriter:
 
 
 def round_up(num_bytes: int) -> int:
-    """To whole lines, so that what follows is aligned."""
+    """Round a size up to whole lines, so that what follows is aligned."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -364,7 +364,7 @@ class EngineReader:
         return array[tokens] if is_drafters and tokens is not None else array
 
     def _view_matrices(self, array: Array) -> Tensor:
-        """[N, out, in], of experts or of one matrix."""
+        """Return the matrices of experts, or the one, as [N, out, in]."""
         from specdec.files.torch_tensors import view_tensor
 
         weight = view_tensor(array, self._model.dtype)
@@ -385,7 +385,7 @@ class EngineReader:
         return to_array(scales)
 
     def _make_int8_scales(self, name: str) -> Tensor:
-        """Whole rows are rounded, also where ranks hold parts of them: tp_size changes nothing."""
+        """Return the scales of whole rows, of which ranks may hold parts: tp_size changes none."""
         import torch
 
         from specdec.engine import int8

@@ -62,7 +62,7 @@ class DrafterConverter:
         return {}
 
     def list_ignored(self) -> Sequence[str]:
-        """Patterns of the folder's tensors that are knowingly left out."""
+        """List patterns of the folder's tensors that are knowingly left out."""
         return ()
 
     def add_to_config(self, config: Config, *, is_head_quantized: bool) -> Config:

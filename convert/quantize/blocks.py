@@ -90,7 +90,7 @@ def _choose_modules(
 
 
 def _name_group(module: str, model: ModelConfig) -> str:
-    """Of modules that an engine stacks, or that one call runs as a layer's experts: one name."""
+    """Name the group of a module that an engine stacks, or one call runs with other experts."""
     layer, _, module_name = module.partition(".mlp.")
     is_joint = module_name in ("fc", "gate") or (model.experts is not None and module_name)
     return layer if is_joint else module

@@ -211,7 +211,7 @@ def _measure_cuda() -> int:
 
 
 def _measure_host() -> int | None:
-    """Bytes that this process may still take, or None where the system does not tell."""
+    """Return the bytes that this process may still take; None where the system does not tell."""
     lines = [read_memory("MemAvailable")]
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")

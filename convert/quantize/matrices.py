@@ -91,7 +91,7 @@ class Matrix:
         raise NotImplementedError
 
     def list_stored(self) -> dict[str, TensorInfo]:
-        """Types and shapes of what a checkpoint holds of the matrix, by kind."""
+        """List types and shapes of what a checkpoint holds of the matrix, by kind."""
         raise NotImplementedError
 
     def read_stored(self, kind: str, start: int, stop: int) -> Array:

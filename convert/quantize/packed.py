@@ -102,7 +102,7 @@ def _compute(
     tensors: Mapping[str, TensorInfo],
     read: Callable[[str, str, int, int], Array],
 ) -> ComputedTensors:
-    """Tensors that are read by module, kind and rows."""
+    """Compute a tensor from those that are read by module, kind and rows."""
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
         module, _, kind = name.rpartition(".")
@@ -382,7 +382,7 @@ def _describe_groups(matrices: Sequence[IntMatrix]) -> tuple[bool, int]:
 
 
 def _list_kinds(algorithm: Algorithm, module: _Module) -> _Kinds:
-    """Any format but four-bit integers."""
+    """List the tensors of any format but four-bit integers."""
     spec = module.spec
     rows = Shard.REPLICATED if spec.shard is Shard.COLUMNS else spec.shard
     shards = {"matrix": Shard.REPLICATED, "row": rows}
@@ -402,7 +402,7 @@ def _list_int4(
     module: _Module, matrices: Sequence[IntMatrix], tp_size: int, *, has_zeros: bool,
     has_order: bool, has_inputs: bool,
 ) -> _Kinds:  # fmt: skip
-    """Four bits: see specdec/model/int4.py."""
+    """List the tensors of four-bit integers; see specdec/model/int4.py."""
     spec, num_groups = module.spec, matrices[0].num_groups
     scales = TensorSpec((spec.shape[0], num_groups), spec.shard, spec.owner)
     vector = TensorSpec(spec.shape[1:], Shard.REPLICATED)

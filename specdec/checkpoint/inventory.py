@@ -263,7 +263,7 @@ def find_rank_files(folder: Path, num_ranks: int, reason: str) -> tuple[list[Pat
 
 
 def describe_sources(folder: Path, files: Sequence[TensorFile]) -> list[dict[str, Any]]:
-    """Manifest entries of a checkpoint's files; SpecDecError for weights that were changed."""
+    """Return manifest entries of a checkpoint's files; raise SpecDecError for changed weights."""
     sources = [describe_file(folder / "config.json"), *(describe_file(f.path) for f in files)]
     check_sources(sources)
     return sources

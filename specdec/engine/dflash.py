@@ -129,7 +129,7 @@ class DFlashNet(DraftNet):
     def rank_after(
         self, logits: Tensor, previous_tokens: IntArray, width: int
     ) -> tuple[Tensor, Tensor]:
-        """As `rank_tokens`, of one place after each of the tokens [B, N] in the place before it.
+        """Rank tokens of a place as `rank_tokens`, after each token [B, N] of the place before.
 
         logits: [B, V], what the head alone says of the place; returns [B, N, width].
         """

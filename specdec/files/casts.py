@@ -76,5 +76,5 @@ def _narrow(singles: Array, target: str, result: Array, rounded: Array) -> None:
 
 @functools.cache
 def _list_casts(source: str, target: str) -> Array:
-    """Every 16-bit value of `source` in the type `target`."""
+    """List every 16-bit value of `source` in the type `target`."""
     return cast(np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source][1]), source, target)

@@ -377,7 +377,7 @@ def refuse_foreign(look: Look, folder_label: str) -> None:
 
 
 def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
-    """Names of the tensors of a folder's weights, empty where there are none to be read."""
+    """List the tensors' names in a folder's weights; none where they cannot be read."""
     weights_name = next((name for name in WEIGHT_NAMES if name in names), None)
     try:
         if weights_name is None:
@@ -393,7 +393,7 @@ def _list_tensors(folder: Path, names: Collection[str]) -> Collection[str]:
 
 
 def _list_pickled(path: Path) -> Collection[str]:
-    """Names of the tensors in a file of torch.save, without torch: nothing in it is executed."""
+    """List the tensors' names in a file of torch.save, without torch: nothing in it is executed."""
     texts = []
     try:
         with path.open("rb") as file:

@@ -220,7 +220,7 @@ def list_block_sums(path: Path) -> Iterator[int]:
 
 
 def list_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that can have had a part in a file."""
+    """List versions of Python and of the libraries that can have had a part in a file."""
     import platform
     from importlib import metadata
 

@@ -176,7 +176,7 @@ def check_free_space(output_dir: Path, num_bytes: int, subject: str) -> None:
 
 
 def list_local(*inputs: Path | str | None) -> list[Path]:
-    """Those of some inputs that are files or folders here; hub ids and absent ones are not."""
+    """List those inputs that are files or folders here; hub ids and absent ones are not."""
     return [Path(path) for path in inputs if path is not None and Path(path).exists()]
 
 

@@ -93,7 +93,7 @@ def keep_tokens(vocabulary: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _list_tokens(vocab: Any) -> dict[str, int]:
-    """Token -> id of a tokenizer.json: an object, or of Unigram models a list of [token, score]."""
+    """Map tokens to ids: a tokenizer.json's object, or a Unigram model's list of [token, score]."""
     if isinstance(vocab, dict):
         return dict(vocab)
     return {entry[0]: number for number, entry in enumerate(vocab)}

@@ -287,7 +287,7 @@ def _read_gpt_oss(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_pattern(data: Metadata, config: dict[str, Any], period: int) -> dict[str, Any]:
-    """Which layers have the window: all but one of `period`, if nothing else is said."""
+    """Read which layers have the window: all but one of `period`, if nothing else is said."""
     pattern = data.get("attention.sliding_window_pattern", period, all_layers=True)
     layers = range(config["num_hidden_layers"])
     if not isinstance(pattern, list) and (type(pattern) is not int or pattern < 0):
@@ -372,7 +372,7 @@ def _read_multipliers(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_hybrid(data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of linear attention, and how many layers that draft stand after the others."""
+    """Read the layers of linear attention, and how many layers that draft follow the others."""
     heads, key_heads = data.count("ssm.time_step_rank"), data.count("ssm.group_count")
     if heads % key_heads:
         data.refuse(f"ssm.time_step_rank {heads} is no multiple of ssm.group_count {key_heads}")

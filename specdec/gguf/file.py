@@ -58,7 +58,7 @@ class StoredTensor:
         return self.num_rows * self.row_bytes
 
     def read(self, start: int, stop: int) -> Array:
-        """Bytes of rows [start, stop), uint8 [rows, row bytes]."""
+        """Return the bytes of rows [start, stop), uint8 [rows, row bytes]."""
         rows = np.empty((stop - start, self.row_bytes), np.uint8)
         offset = self.offset + start * self.row_bytes
         read_into(self.file.descriptor, rows, offset, self.file.path)
@@ -219,7 +219,7 @@ def open_parts(path: Path) -> tuple[list[GgufFile], dict[str, StoredTensor]]:
 
 
 def decode(rows: Array, kind: str) -> Array:
-    """Values of rows of blocks: float32, or a plain type as it is stored (bfloat16 as uint16).
+    """Return values of rows of blocks: float32, or a plain type as stored (bfloat16 as uint16).
 
     rows: uint8 [rows, bytes]. They are the bits that the package `gguf` computes.
     """

@@ -54,7 +54,7 @@ class GgufTensor:
         return TensorInfo(dtype, self.shape)
 
     def read_rows(self, start: int, stop: int) -> Array:
-        """Bytes of rows [start, stop), uint8 [rows, row bytes]."""
+        """Return the bytes of rows [start, stop), uint8 [rows, row bytes]."""
         if self.order is None or stop == start:
             return self.stored.read(self.start + start, self.start + stop)
         order = self.order[start:stop]
@@ -292,11 +292,11 @@ class GgufModel:
         return stored.file.path, stored.offset + entry.start * stored.row_bytes
 
     def release(self) -> None:
-        """Nothing that was read is kept."""
+        """Do nothing: nothing that was read is kept."""
 
 
 def order_values(module: str, config: dict[str, Any]) -> tuple[Array | None, Array | None]:
-    """Where rows and columns of a module of linear attention lie; None where nothing is moved.
+    """Return where rows and columns of linear attention's module lie; None where nothing is moved.
 
     Hugging Face has the value heads of one key head together, a file one of each key head.
     """

@@ -190,7 +190,7 @@ READ |= {"qwen2vl": READ["qwen2"], "qwen3vl": READ["qwen3"], "qwen3vlmoe": READ[
 
 
 def order_turned(num_rows: int, num_heads: int) -> Array:
-    """Where the rows of a projection lie in a file: llama.cpp rotates a channel with the next one.
+    """Return where a projection's rows lie in a file: llama.cpp turns a channel with the next one.
 
     Hugging Face rotates it with the one half a head further on.
     """

@@ -306,7 +306,7 @@ class TokenizerMaker:
         return tokenizer
 
     def _list_merges(self) -> list[tuple[str, str]]:
-        """Every way to make a token of two others, that of the highest score first."""
+        """List every way to make a token of two others, that of the highest score first."""
         scores = self.metadata.get(PREFIX + "scores") or []
         if len(scores) != len(self.tokens):
             self.refuse(f"{len(self.tokens)} tokens with {len(scores)} scores")

@@ -120,7 +120,7 @@ def _refuse_redrafter_options(settings: object, fact: str) -> None:
 
 
 def list_modes() -> tuple[str, ...]:
-    """Every `--speculative-decoding-mode`, each once."""
+    """List every `--speculative-decoding-mode`, each once."""
     return tuple(dict.fromkeys(method.mode for method in METHODS.values()))
 
 

@@ -161,7 +161,7 @@ class DrafterParams:
         raise NotImplementedError
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of the drafter for the target `model`, whole, by canonical name."""
+        """Map canonical names to every tensor of the drafter for the target `model`, whole."""
         raise NotImplementedError
 
     def to_checkpoint(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class DrafterParams:
 
 
 def read_nothing(settings: Any) -> None:
-    """`Method.read` of a method without options."""
+    """Return nothing, as `Method.read` of a method without options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class Eagle3Params:
     NEWER: ClassVar[tuple[str, ...]] = ("norm_before_fc", "fc_norm", "norm_output")
 
     def list_read_norms(self) -> list[str]:
-        """Names of the norms of what `fc` reads: none, one of all, or one of each layer's part."""
+        """List the norms of what `fc` reads: none, one of all, or one of each layer's part."""
         if self.norm_before_fc:
             return ["input_norm.weight"]
         num_parts = len(self.aux_layers) if self.fc_norm else 0
@@ -169,7 +169,7 @@ class EagleParams(NetParams):
         return self.add_uneven(problems, tp_size)
 
     def list_tensors(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor; all nets are alike.
+        """Map canonical names to every tensor; all nets are alike.
 
         The first layer of EAGLE-1 has no input norm: it reads what `fc` makes of embedding and
         feature. That of EAGLE-3 reads both side by side, each normed.

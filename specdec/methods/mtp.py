@@ -74,7 +74,7 @@ class MtpParams(NetParams):
         return Problems()  # its sizes are the target's
 
     def make_net_model(self, model: ModelConfig) -> ModelConfig:
-        """One layer of the target that attends to all tokens, as a model of its own.
+        """Return one layer of the target that attends to all tokens, as a model of its own.
 
         Its logits are multiplied as every drafter's are.
         """

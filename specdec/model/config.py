@@ -38,7 +38,7 @@ def positive(**default: Any) -> Any:
 def list_layer_types(
     num_layers: int, pattern: int | None, first_layer: int = 0, kind: str = SLIDING
 ) -> tuple[str, ...]:
-    """`kind` for each layer from `first_layer` on, but FULL for every `pattern`-th and before.
+    """Return `kind` for layers from `first_layer` on, but FULL for every `pattern`-th and before.
 
     There are none for a number of layers that no model has.
     """
@@ -216,7 +216,7 @@ class ModelConfig:
         ]  # fmt: skip
 
     def get_num_kv_heads(self) -> int:
-        """K/V heads of one rank; fewer heads than ranks are duplicated."""
+        """Return the K/V heads of one rank; fewer heads than ranks are duplicated."""
         return max(1, self.num_key_value_heads // self.tp_size)
 
     def find_scaling_problems(self) -> Problems:

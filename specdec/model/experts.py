@@ -67,7 +67,7 @@ class Experts:
         return range(start, start + count)
 
     def get_part(self, rank: int) -> int:
-        """Which part of its experts a rank has, of `tp_size`."""
+        """Return which part of its experts a rank has, of `tp_size`."""
         return rank // self.ep_size
 
     def find_problems(self, tp_size: int) -> Problems:
@@ -169,7 +169,7 @@ def _check_numbers(numbers: Mapping[str, Any], mode: Any) -> None:
 
 
 def describe_experts(experts: Experts, version: str) -> dict[str, Any]:
-    """`moe` of a checkpoint's config.json, in the keys that a line of TensorRT-LLM takes."""
+    """Return `moe` of a checkpoint's config.json, in the keys that a line of TensorRT-LLM takes."""
     own_keys = {
         key: getattr(experts, field) for field, key in OWN_KEYS.items()
         if getattr(experts, field) != getattr(Experts, field)

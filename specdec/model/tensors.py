@@ -97,7 +97,7 @@ def get_rank_shape(spec: TensorSpec, model: ModelConfig) -> tuple[int, ...]:  # 
 
 
 def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the target, whole, by canonical name."""
+    """Map canonical names to every tensor of the target, whole."""
     arithmetic, hidden = model.arithmetic, model.hidden_size
     embedding_shard = Shard.REPLICATED
     if model.use_parallel_embedding:
@@ -131,7 +131,7 @@ def list_target_tensors(model: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def list_linears(model: ModelConfig) -> list[str]:
-    """Every layer's linears, by canonical name: what is quantized where anything is."""
+    """Map canonical names to every layer's linears: what is quantized where anything is."""
     return [
         name.removesuffix(".weight")
         for name, spec in list_target_tensors(model).items()
@@ -167,7 +167,7 @@ def list_rank_names(model: ModelConfig, rank: int) -> dict[str, str]:
 
 
 def list_layer_tensors(model: ModelConfig, layer: int = 0) -> dict[str, TensorSpec]:
-    """Every tensor of a layer, whole, by its name within the layer."""
+    """Map names within a layer to every tensor of it, whole."""
     arithmetic = model.arithmetic
     tensors = list_norm(model, "input_layernorm")
     recurrence, hidden = model.get_recurrence(layer), model.hidden_size

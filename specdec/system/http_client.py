@@ -150,7 +150,7 @@ class HttpClient:
         self._was_reached = threading.Event()
 
     def exchange(self, url: str, body: bytes | None, max_bytes: int) -> Response:
-        """POST a JSON body, or GET without one; NoAnswer where none comes in time.
+        """POST a JSON body, or GET without one; raise NoAnswer where no answer comes in time.
 
         A body that is longer than max_bytes is returned with a little more than that.
         """

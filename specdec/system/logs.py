@@ -45,7 +45,7 @@ def set_up(*, debug: bool = False) -> None:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger of a module, under `specdec` wherever the stage's folder lies."""
+    """Return a module's logger, under `specdec` wherever the stage's folder lies."""
     return logging.getLogger(name if name.startswith("specdec") else f"specdec.{name}")
 
 

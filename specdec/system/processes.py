@@ -80,7 +80,7 @@ def end_family(child: subprocess.Popen[Any], *, first_signal: int = signal.SIGIN
 
 
 def _list_family(pid: int) -> dict[int, str]:
-    """When each process that descends from another one was started, by its number."""
+    """Map each process that descends from another one to the time when it was started."""
     stats = {int(path.name): _read_stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     family: dict[int, str] = {}
     parents = {pid}

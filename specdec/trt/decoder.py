@@ -88,7 +88,7 @@ class NetworkDecoder(Decoder):
         return super().make_cache(num_rows, self.sizes.positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """Compute logits [..., V] of hidden states [..., D]."""
         states = hidden.reshape(-1, hidden.shape[-1])
         logits = run_rows(self._head, {"states": states}, self.sizes.states)["logits"]
         # Where the vocabulary does not divide, the last rank's rows end in padding.
@@ -162,7 +162,7 @@ def _list_caches(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _list_spans(rows: IntArray, max_rows: int) -> Iterator[tuple[int, int]]:
-    """Where in a step rows begin and end that lie one after the other in the cache."""
+    """List where in a step rows begin and end that lie one after the other in the cache."""
     assert (np.diff(rows) > 0).all()  # a row is once in a step
     span_start = 0
     for index in range(1, len(rows) + 1):

@@ -71,7 +71,7 @@ def _multiply(writer: NetworkWriter, weights: Mapping[str, Tensor], name: str, x
 def _run_head(
     writer: NetworkWriter, weights: Mapping[str, Tensor], prefix: str, blocks: Sequence[str], x: Any
 ) -> Any:
-    """Logits of a head: blocks of x + silu(x W^T + b), then its matrix."""
+    """Return the logits of a head: blocks of x + silu(x W^T + b), then its matrix."""
     for block in blocks:
         y = _multiply(writer, weights, f"{prefix}{block}.linear", x)
         x = writer.add(x, writer.activate("SILU", y))
@@ -81,7 +81,7 @@ def _run_head(
 def _write_medusa(
     writer: NetworkWriter, params: MedusaParams, model: ModelConfig, weights: Mapping[str, Tensor]
 ) -> None:
-    """`logits_i` [B, V] of each head from `states` [B, D]."""
+    """Write a network: `logits_i` [B, V] of each head from `states` [B, D]."""
     states = writer.add_input("states", writer.dtype, "B", model.hidden_size)
     blocks = [f"medusa_layers.{i}" for i in range(params.num_layers)]
     for head in range(params.num_heads):
@@ -101,7 +101,7 @@ class _SearchWriter:
         self._num_candidates = min(max(NUM_CANDIDATES, params.num_beams), num_outputs)
 
     def write(self, width: int) -> None:
-        """`drafts` [B, W, L] from `states` [B, D] and the `tokens` [B] that follow them."""
+        """Write a network: `drafts` [B, W, L] from `states` [B, D] and `tokens` [B] after them."""
         writer = self._writer
         states = writer.add_input("states", writer.dtype, "B", width)
         newest_tokens = writer.reshape(writer.add_input("tokens", torch.int64, "B"), (0, 1))
@@ -131,7 +131,7 @@ class _SearchWriter:
         return writer.activate("SILU", writer.add(mixed, recurrent_state))
 
     def _choose(self, context: Any, state: Any, scores: Any) -> tuple[Any, Any, Any]:
-        """Scores [B, W, 1], tokens [B, W, 1], and the beams [B, W] that these follow."""
+        """Choose tokens; return scores and tokens [B, W, 1], and the beams [B, W] before them."""
         writer, params, count = self._writer, self._params, self._num_candidates
         x = writer.join([context, state], 2)
         if params.has_input_proj:
@@ -170,7 +170,7 @@ class _EagleWriter:
         return self._writer.rms_norm(x, self._own[f"drafter.{name}"], self.net.norm_epsilon)
 
     def write_layers(self) -> None:
-        """`next_features` [B, T, E] of pairs of `features` and the tokens after theirs."""
+        """Write a network: `next_features` [B, T, E] of pairs of `features` and later tokens."""
         writer, third, width = self._writer, self._params.eagle3, self.net.hidden_size
         layers = LayersWriter(writer, self.net, self._named)
         features = writer.add_input("features", writer.dtype, "B", "T", width)
@@ -189,14 +189,14 @@ class _EagleWriter:
         writer.mark_output(x, "next_features")
 
     def write_head(self) -> None:
-        """`logits` [M, V] of what `write_layers` returns."""
+        """Write a network: `logits` [M, V] of what `write_layers` returns."""
         third = self._params.eagle3
         is_bare = third is not None and not third.norm_output
         prepare = (lambda x: self._norm(x, "ln_f.weight")) if is_bare else None
         write_head(self._writer, self.net, self._named, scale=self._scale, prepare=prepare)
 
     def write_features(self) -> None:
-        """`features` [M, E] of `states` [M, F], the layers side by side that are read."""
+        """Write a network: `features` [M, E] of `states` [M, F], the read layers side by side."""
         writer, third = self._writer, self._params.eagle3
         assert third is not None
         width, norms = self._own["drafter.fc.weight"].shape[1], third.list_read_norms()
@@ -226,12 +226,12 @@ class HeadNetwork:
         return [self.runner]
 
     def search_beams(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """As `ReDrafterHead.search_beams`."""
+        """Search beams as `ReDrafterHead.search_beams` does."""
         inputs = {"states": hidden, "tokens": tokens.long()}
         return run_rows(self.runner, inputs, self.size)["drafts"].long()
 
     def rank_tokens(self, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `MedusaHeads.rank_tokens`."""
+        """Rank tokens as `MedusaHeads.rank_tokens` does."""
         outputs = run_rows(self.runner, {"states": hidden}, self.size)
         ranked = [
             rank_logits(outputs[f"logits_{head}"], width) for head, width in enumerate(widths)
@@ -261,11 +261,11 @@ class EagleNetworks(EagleNet):
         return [*self.decoder.runners, *self._feature_runners]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V]: the head's network scales and norms what it reads."""
+        """Compute logits [..., V]: the head's network scales and norms what it reads."""
         return self.decoder.compute_logits(hidden)
 
     def make_features(self, states: Tensor) -> Tensor:
-        """Features [M, E] from what is read of the target [M, F]."""
+        """Make features [M, E] from what is read of the target [M, F]."""
         for runner in self._feature_runners:
             inputs = {"states": states}
             states = run_rows(runner, inputs, self.decoder.sizes.states)["features"]

@@ -53,7 +53,7 @@ class Library(NamedTuple):
     compute_capabilities: list[str]
 
     def explain(self, gpu: str, capability: str) -> str:
-        """Why it builds no engine for a GPU of this name; "" if it does."""
+        """Explain why it builds no engine for a GPU of this name; "" if it does."""
         capabilities = self.compute_capabilities
         fact = f"{gpu} has compute capability {capability}, {self.name} builds for"
         return (

@@ -45,7 +45,7 @@ def multiply(
 
 
 def _widen(writer: NetworkWriter, matrix: IntegerMatrix, rows: list[int]) -> list[Any]:
-    """Parts of so many rows each, [N, depth]."""
+    """Widen parts of so many rows each, [N, depth]."""
     codes, scales = matrix.codes, torch.split(matrix.scales, rows)
     if matrix.bits == 8:
         return [

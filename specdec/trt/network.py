@@ -33,7 +33,7 @@ class Sizes:
 
 
 def name_types(trt: Any) -> dict[torch.dtype, Any]:
-    """TensorRT's names of torch's types."""
+    """Map torch's types to TensorRT's names."""
     shared_names = ("float32", "float16", "bfloat16", "int32", "int64", "int8", "bool")
     return {torch.float8_e4m3fn: trt.fp8} | {
         getattr(torch, n): getattr(trt, n) for n in shared_names
@@ -99,7 +99,7 @@ class NetworkWriter:
         return self.constant(torch.full((1,) * num_dims, value, dtype=dtype or self.dtype))
 
     def combine(self, kind: str, left: Any, second: Any) -> Any:
-        """SUM, PROD or another operation, element by element."""
+        """Combine two tensors by SUM, PROD or another operation, element by element."""
         operation = getattr(self.trt.ElementWiseOperation, kind)
         return self._take(self.network.add_elementwise(left, second, operation))
 
@@ -123,7 +123,7 @@ class NetworkWriter:
         return self._take(self.network.add_unary(x, getattr(self.trt.UnaryOperation, kind)))
 
     def activate(self, kind: str, x: Any) -> Any:
-        """RELU, SIGMOID, TANH, GELU_ERF, GELU_TANH, or SILU."""
+        """Apply RELU, SIGMOID, TANH, GELU_ERF, GELU_TANH, or SILU."""
         if kind == "SILU":
             return self.multiply(x, self.activate("SIGMOID", x))
         return self._take(self.network.add_activation(x, getattr(self.trt.ActivationType, kind)))
@@ -138,7 +138,7 @@ class NetworkWriter:
         return self._take(self.network.add_matrix_multiply(x, kinds.NONE, y, getattr(kinds, turn)))
 
     def reshape(self, x: Any, shape: Sequence[int], **orders: Sequence[int]) -> Any:
-        """0 in a shape keeps the dimension at its place.
+        """Reshape a tensor; 0 in a shape keeps the dimension at its place.
 
         orders: `first_transpose`, `second_transpose`, of dimensions before and after.
         """
@@ -151,7 +151,7 @@ class NetworkWriter:
         return self.constant(values.reshape(shape)) if is_constant else self.reshape(values, shape)
 
     def gather(self, table: Any, indices: Any, axis: int = 0, num_batch: int = 0) -> Any:
-        """Entries of a table along an axis; the first `num_batch` dimensions are both's."""
+        """Take entries of a table along an axis; the first `num_batch` dimensions are both's."""
         layer = self.network.add_gather(table, indices, axis)
         return self._take(layer, num_elementwise_dims=num_batch)
 
@@ -173,7 +173,7 @@ class NetworkWriter:
         return layer.get_output(0), layer.get_output(1)
 
     def reduce(self, kind: str, x: Any, axis: int) -> Any:
-        """SUM, AVG or MAX along an axis, which stays as one."""
+        """Reduce a tensor by SUM, AVG or MAX along an axis, which stays as one."""
         operation = getattr(self.trt.ReduceOperation, kind)
         return self._take(self.network.add_reduce(x, operation, 1 << axis, True))
 
@@ -206,7 +206,7 @@ class NetworkWriter:
         return self._take(self.network.add_kv_cache_update(cache, new_values, write_indices, mode))
 
     def attend(self, q: Any, keys: Any, values: Any, mask: Any, lengths: Any = None) -> Any:
-        """Attention of queries that are scaled; a token sees where the mask is true.
+        """Attend by queries that are scaled; a token sees where the mask is true.
 
         lengths: [B], positions of each row that hold anything; None for all.
         """

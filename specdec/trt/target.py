@@ -84,7 +84,7 @@ class LayersWriter:
             self._tables = [layer_tables[0], layer_tables[-1]]
 
     def embed(self) -> Any:
-        """Input embeddings, [B, T, D]."""
+        """Return the input embeddings, [B, T, D]."""
         writer, model = self.writer, self.model
         x = self._look_up(EMBEDDING, self.tokens)
         scale = model.embedding_multiplier
@@ -98,7 +98,7 @@ class LayersWriter:
         return meet(x, model.tp_size) if model.use_parallel_embedding else x
 
     def _look_up(self, name: str, indices: Any) -> Any:
-        """Rows [B, T, ...] of a table; zeros where another rank has the row."""
+        """Look up rows [B, T, ...] of a table; zeros where another rank has the row."""
         writer, model, table = self.writer, self.model, self.weights[name]
         rows = writer.constant(table)
         has_all = not model.use_parallel_embedding or model.embedding_sharding_dim == 1
@@ -177,7 +177,7 @@ class LayersWriter:
         return self._multiply_summed(up, prefix + "mlp.proj")
 
     def _attend(self, index: int, h: Any) -> Any:
-        """Attention [B, T, D] of a layer, which writes its keys and values."""
+        """Return the attention [B, T, D] of a layer, which writes its keys and values."""
         model, writer = self.model, self.writer
         prefix, size = f"transformer.layers.{index}.attention.", model.head_size
         counts = [self._num_heads, *[self._num_kv_heads] * 2]
@@ -214,7 +214,7 @@ class LayersWriter:
         return self._multiply_summed(attended, prefix + "dense")
 
     def _attend_capped(self, q: Any, keys: Any, values: Any, mask: Any, limit: float) -> Any:
-        """Attention whose scores are capped, by single layers: no native layer caps them."""
+        """Attend with capped scores, by single layers: no native layer caps them."""
         writer, model = self.writer, self.model
         num_kv, size = self._num_kv_heads, model.head_size
         group = self._num_heads // num_kv

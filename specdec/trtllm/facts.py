@@ -137,7 +137,7 @@ def find_label(version: str) -> str:
 
 
 def explain_unknown(version: str) -> tuple[str, str]:
-    """Why a release is of no line here, and what to do."""
+    """Explain why a release is of no line here, and what to do."""
     lines = "; ".join(
         f"{label}: {start} and later, before {end}"
         for label in LABELS

@@ -55,7 +55,7 @@ class Followed:
         return is_early
 
     def _list_stops(self, request: Request, tokenizer: Any) -> list[list[int]]:
-        """Token sequences at which the runtime may end early; what the text holds decides."""
+        """List token sequences at which the runtime may end early; what the text holds decides."""
         stops = [[token] for token in sorted(request.end_ids) if token != self.end_id]
         for word in request.stop:
             ids = tokenizer(word, add_special_tokens=False)["input_ids"]

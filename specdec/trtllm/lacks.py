@@ -149,7 +149,7 @@ CHECK = "compare the text with that of a plain engine of the target"
 
 
 def list_defects(version: str, mode: str | None, config: Mapping[str, Any]) -> list[str]:
-    """Defects of a release by which an engine of this mode writes other text than the target's.
+    """List a release's defects by which an engine of this mode writes other text than the target's.
 
     config: the checkpoint's. Nothing in an engine or a log shows them.
     """

@@ -25,12 +25,12 @@ from specdec.trtllm.runner import has_orchestrator
 
 
 def make_shared_options(fraction: float | None) -> dict[str, Any]:
-    """Arguments of from_dir that every engine of a run has in common."""
+    """Return the arguments of from_dir that every engine of a run has in common."""
     return {} if fraction is None else {"kv_cache_free_gpu_memory_fraction": fraction}
 
 
 def make_method_options(settings: DecodeSettings, folder: EngineFolder) -> dict[str, Any]:
-    """Arguments of from_dir that the engine's own method needs."""
+    """Return the arguments of from_dir that the engine's own method needs."""
     options: dict[str, Any] = {}
     tree = read_medusa_tree(settings)
     if folder.mode == MEDUSA:
@@ -80,7 +80,7 @@ def make_window(settings: DecodeSettings, folder: EngineFolder) -> LookaheadConf
 
 
 def make_eagle_options(settings: DecodeSettings, folder: EngineFolder) -> dict[str, Any]:
-    """Arguments of from_dir for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
+    """Return from_dir's arguments for the tree of an EAGLE engine: static, or dynamic as EAGLE-2's.
 
     The runtime drops choices where a dynamic tree is on, needs its width then, and wants a static
     tree to be as deep as the engine: its default one is for engines four deep.
@@ -140,7 +140,7 @@ def place_pair(
     num_processes: int,
     fraction: float | None,
 ) -> list[dict[str, Any]]:
-    """Arguments of from_dir by which target and draft engine find their GPUs, in that order.
+    """Return from_dir's arguments by which target and draft engine find their GPUs, in that order.
 
     Both are led from this one process, which needs the orchestrator mode for more than one rank.
     """

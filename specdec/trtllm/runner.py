@@ -249,7 +249,7 @@ class TensorRTRunner:
             yield self._read_tokens(output, texts)
 
     def widen(self, logits: Tensor) -> Tensor:
-        """Logits [tokens, V] in float32 on the CPU, without the padding of the vocabulary."""
+        """Return logits [tokens, V] in float32 on the CPU, without the vocabulary's padding."""
         return logits[:, : self.folder.vocab_size].float().cpu()
 
     def list_iterations(self, num_rows: int) -> list[int | None]:
@@ -267,7 +267,7 @@ class TensorRTRunner:
         end_id: int = NO_END,
         stop_ids: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> dict[str, Any]:
-        """Arguments of ModelRunnerCpp.generate.
+        """Return the arguments of ModelRunnerCpp.generate.
 
         stop_ids: for each text, sequences of tokens that end it. An end id must be given: the
         runner pads its output with it.

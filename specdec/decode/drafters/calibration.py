@@ -74,7 +74,7 @@ class Calibration:
                 cell += 1
 
     def estimate(self, *drafts: Candidates) -> list[float]:
-        """[sum of T], the chance that a node is accepted where its parent is; 1 for roots."""
+        """Return each node's chance where its parent is accepted, [sum of T]; 1 for roots."""
         ratios, chances = self._ratios, list[float]()
         for candidates in drafts:
             root = len(chances)
@@ -176,7 +176,7 @@ def list_judged(tree: Tree, path: Sequence[int]) -> list[tuple[int, bool]]:
 
 
 def read_confidence(candidates: Candidates) -> Array:
-    """[T], the drafter's confidence in each node; by its place among its siblings if it has none.
+    """Return the drafter's confidence in each node, [T]; by its rank among siblings if it has none.
 
     Little in what is no number, which a drafter makes that leaves the range of its type.
     """

@@ -80,7 +80,7 @@ class ModelDrafter(Drafter):
             self._texts.pop(request.row, None)
 
     def count_unread(self, requests: Sequence[ActiveRequest]) -> int:
-        """Tokens of the texts that the draft model has not read."""
+        """Count the tokens of the texts that the draft model has not read."""
         return sum(self._list_unread(requests, [self._read(request) for request in requests]))
 
     def _read(self, request: ActiveRequest) -> FollowedText:

@@ -214,7 +214,7 @@ class ModelChainDrafter(ModelDrafter):
         self._drafts: dict[int, _Draft] = {}  # by row, of the last draft
 
     def fit_budget(self) -> ModelChainDrafter | ModelTreeDrafter:
-        """On a CPU, a tree of as many tokens."""
+        """Return, on a CPU, one that drafts a tree of as many tokens."""
         if self.use_logits or self.decoder.device.type != "cpu":
             return self
         num_tokens = min(self.max_draft_tokens, MOST_TREE_TOKENS)

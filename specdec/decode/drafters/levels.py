@@ -29,7 +29,7 @@ NO_LAST_POSITION = 2**62
 def read_temperatures(
     requests: Sequence[ActiveRequest], min_temperature: float = DRAFTER_MIN_TEMPERATURE
 ) -> Array:
-    """By which the likelihood of drafts is judged, [B]: each request's own, if that is higher."""
+    """Return temperatures by which drafts are judged, [B]: each request's, if that is higher."""
     samplings = [request.request.sampling for request in requests]
     return np.array(
         [
@@ -40,7 +40,7 @@ def read_temperatures(
 
 
 def sharpen(temperatures: Array, device: torch.device) -> Tensor:
-    """By what logits [B, n, V] are multiplied to be those at temperatures [B]: [B, 1, 1]."""
+    """Return factors [B, 1, 1] that turn logits [B, n, V] into those at temperatures [B]."""
     return to_device(1 / temperatures, device)[:, None, None].float()
 
 
@@ -245,6 +245,6 @@ class DynamicTree:
 
 
 def _find_best(scores: np.ndarray, count: int) -> IntArray:
-    """Places of the greatest scores of each row, of equal ones the first."""
+    """Return places of the greatest scores of each row, of equal ones the first."""
     indices: IntArray = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return indices

@@ -66,7 +66,7 @@ class BeamDrafter(HiddenStateDrafter):
         self.max_draft_depth = head.params.max_draft_depth
 
     def fit_budget(self) -> BeamDrafter:
-        """On a CPU, what says how sure it is of a token."""
+        """Return, on a CPU, one that says how sure it is of a token."""
         embedding = self.head.embedding
         if isinstance(embedding, Tensor) and not embedding.is_cpu:  # there a search is one graph
             return self

@@ -116,7 +116,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Entry point of a process that rank 0 started: its stdin closes when rank 0 is gone."""
+    """Serve as a process that rank 0 started: its stdin closes when rank 0 is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up()
     threading.Thread(target=_end_with_parent, daemon=True).start()

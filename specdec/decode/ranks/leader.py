@@ -62,7 +62,7 @@ class LeadingDecoder(Decoder):
         return cache
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Input embeddings, [..., D]."""
+        """Return the input embeddings, [..., D]."""
         with self._ranks.together():
             arrays = {"tokens": tokens.cpu().numpy(), "positions": positions.cpu().numpy()}
             self._tell("embed", arrays)
@@ -79,7 +79,7 @@ class LeadingDecoder(Decoder):
             return super().forward(step, cache)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]. Rank 0's hidden states count."""
+        """Compute logits [..., V] of hidden states [..., D], of which rank 0's count."""
         hidden = hidden.contiguous()
         with self._ranks.together():
             self._tell("compute_logits", shape=list(hidden.shape))

@@ -50,7 +50,7 @@ LOST_STATUS = 76  # of a rank that ends because another one has; EX_PROTOCOL in 
 
 
 def open_store(path: str, size: int) -> Any:
-    """Where ranks on one machine find each other: a file, since a free port may be taken again."""
+    """Open a store for ranks on one machine: a file, since a free port may be taken again."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # which does not declare its stores
@@ -172,11 +172,11 @@ class Ranks:
                 os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def join(self) -> None:
-        """Another engine is split over these ranks."""
+        """Count another engine that is split over these ranks."""
         self._num_engines += 1
 
     def leave(self) -> None:
-        """One engine less is; with the last, the ranks end."""
+        """Count one engine less; with the last, the ranks end."""
         self._num_engines -= 1
         if self._num_engines == 0:
             self.end()
@@ -392,7 +392,7 @@ _signal_pipe: tuple[int, int] | None = None
 
 
 def _open_signals() -> int | None:
-    """Where the number of each signal can be read at once, whatever the main thread is in.
+    """Open what the number of each signal is read from at once, whatever the main thread is in.
 
     None where this is not the main thread, or another reader has them already. Never closed.
     """
