@@ -352,10 +352,13 @@ def _explain_no_drafter(
             USES[look.kind].format(path=folder),
         )
     patterns = sorted({re.sub(r"\d+", "N", name) for name in look.tensors})
+    tensors = (
+        f"its tensors are {join_names(patterns)}" if patterns else "no tensors in it can be listed"
+    )
+    keys = f"the keys of its config.json {join_names(sorted(look.config))}"
     return SpecDecError(
-        f"{flag} {folder} holds no drafter that is known: its tensors are"
-        f" {join_names(patterns) if patterns else 'none that can be listed'}; the keys of its"
-        f" config.json {join_names(sorted(look.config)) if look.config else 'none'}; its files"
+        f"{flag} {folder} holds no drafter that is known: {tensors};"
+        f" {keys if look.config else 'its config.json is missing or has no keys'}; its files"
         f" {join_names(sorted(look.names))}",
         f"a drafter of each method has: {'; '.join(f'{NAMES[k]}, {v}' for k, v in NEEDS.items())}",
     )

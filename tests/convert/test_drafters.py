@@ -160,6 +160,8 @@ def test_folders_that_hold_no_drafter_or_several(target: Path, tmp_path: Path) -
     save(tmp_path / "unknown", {"hidden_act": "silu"}, "block.0.a.weight", "block.1.a.weight")
     save(tmp_path / "several", {"num_draft_layers": 1}, "fc.weight", "layers.0.x.weight")
     save(tmp_path / "empty", None)
+    save(tmp_path / "notes", None)
+    (tmp_path / "notes" / "README.md").touch()
     cases = {
         target: ("is a Hugging Face model folder, which drafts from an engine", "--draft-engine"),
         tmp_path / "unknown": (
@@ -171,6 +173,11 @@ def test_folders_that_hold_no_drafter_or_several(target: Path, tmp_path: Path) -
             "shows 2 kinds of drafters: the folder of a ReDrafter drafter (config.json's"
             " num_draft_layers) and the folder of an EAGLE drafter (fc.weight)",
             "--drafter-model-dir or --eagle-model-dir",
+        ),
+        tmp_path / "notes": (
+            "no drafter that is known: no tensors in it can be listed; its config.json is missing"
+            " or has no keys; its files README.md",
+            "the folder of an EAGLE drafter",
         ),
         tmp_path / "empty": ("is an empty folder, not a drafter's", "check the path"),
     }
