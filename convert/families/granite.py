@@ -31,6 +31,7 @@ from .base import (
     read_experts,
     refuse_unless,
 )
+from .convolutions import flatten_convolutions
 from .llama import (
     BESIDE_MLP,
     HF_LAYER,
@@ -223,11 +224,10 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
         for name in folder.tensors for old, new in _NEW_NAMES.items() if name.endswith(old)
     }  # fmt: skip
     folder.rename(new_names, left_out=())
+    folder = flatten_convolutions(folder, ".mamba.conv1d.weight")
     infos, rows = dict[str, TensorInfo](), dict[str, tuple[str, int]]()
     for name, info in folder.tensors.items():
-        if name.endswith(".mamba.conv1d.weight"):
-            infos[name] = TensorInfo(info.dtype, (math.prod(info.shape),))
-        elif name.endswith(JOINT):
+        if name.endswith(JOINT):
             half = info.shape[0] // 2
             for number, part in enumerate(("gate_proj", "up_proj")):
                 part_name = name.replace("input_linear", part)
@@ -235,8 +235,6 @@ def prepare(folder: HfFolder, dtype: str) -> HfFolder:
                 infos[part_name] = TensorInfo(info.dtype, (half, *info.shape[1:]))
 
     def compute(name: str, start: int, stop: int, columns: tuple[int, int] | None) -> Array:
-        if name not in rows:
-            return folder.read(name).reshape(-1)[start:stop]
         joint, first = rows[name]
         return folder.read_block(joint, first + start, first + stop, columns)
 

@@ -6,13 +6,10 @@ The others norm and rotate queries and keys. The first layers of a mixture have 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import shorten
-from specdec.files.reading import Array
-from specdec.files.tensor_file import TensorInfo
 from specdec.model.architectures import Architecture
 from specdec.model.bounds import MAX_MODULES
 from specdec.model.config import CONV, FULL, ModelConfig
@@ -20,8 +17,8 @@ from specdec.model.config_reader import ConfigReader
 from specdec.model.short_conv import KEY, ShortConvSizes
 
 from ..hf import HfFolder
-from ..plan import ComputedTensors
 from .base import Family, Layout, describe_rotary, read_decoder, read_experts
+from .convolutions import flatten_convolutions
 from .llama import HF_LAYER, OUR_LAYER, Modules
 
 _MLP, _CONV, _OUR_CONV = HF_LAYER + "feed_forward.", HF_LAYER + "conv.", OUR_LAYER + "short_conv."
@@ -145,19 +142,11 @@ def read_mixture(reader: ConfigReader, layout: Layout) -> dict[str, Any]:
 
 
 def prepare(folder: HfFolder, dtype: str) -> HfFolder:
-    """Return the folder with its convolutions, [channels, 1, taps], as vectors.
+    """Return the folder with its convolutions as vectors.
 
     The mark of a tied head stands under the first name that is there, as in transformers.
     """
-    infos = {
-        name: TensorInfo(info.dtype, (math.prod(info.shape),))
-        for name, info in folder.tensors.items() if name.endswith(".conv.conv.weight")
-    }  # fmt: skip
-
-    def compute(name: str, start: int, stop: int, _: object) -> Array:
-        return folder.read(name).reshape(-1)[start:stop]
-
-    prepared = folder.substitute(ComputedTensors(folder, infos, compute), ())
+    prepared = flatten_convolutions(folder, ".conv.conv.weight")
     if "tie_embedding" in folder.config:
         prepared.config = folder.config | {"tie_word_embeddings": folder.config["tie_embedding"]}
     return prepared

@@ -7,20 +7,17 @@ are stored less one.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.errors import shorten
-from specdec.files.reading import Array
-from specdec.files.tensor_file import TensorInfo
 from specdec.model.architectures import Architecture
 from specdec.model.config import FULL, LINEAR, ModelConfig, list_layer_types
 from specdec.model.config_reader import ConfigReader
 from specdec.model.linear_attention import LinearAttention
 
 from ..hf import HfFolder
-from ..plan import ComputedTensors, SourceRows
+from ..plan import SourceRows
 from .base import (
     Family,
     Layout,
@@ -29,6 +26,7 @@ from .base import (
     read_experts,
     refuse_unless,
 )
+from .convolutions import flatten_convolutions
 from .llama import BESIDE_MLP, HF_LAYER, MODULES, OUR_LAYER, Modules
 from .qwen import EXPERTS, HEAD_NORMS, SHARED_EXPERT, describe_sizes, refuse_uneven_layers
 
@@ -144,16 +142,8 @@ def read_mixture(
 
 
 def prepare(folder: HfFolder, dtype: str) -> HfFolder:
-    """Return the folder with its convolutions, [channels, 1, taps], as vectors."""
-    infos = {
-        name: TensorInfo(info.dtype, (math.prod(info.shape),))
-        for name, info in folder.tensors.items() if name.endswith(".conv1d.weight")
-    }  # fmt: skip
-
-    def compute(name: str, start: int, stop: int, _: object) -> Array:
-        return folder.read(name).reshape(-1)[start:stop]
-
-    return folder.substitute(ComputedTensors(folder, infos, compute), ())
+    """Return the folder with its convolutions as vectors."""
+    return flatten_convolutions(folder, ".conv1d.weight")
 
 
 def describe_hybrid(model: Any, config: dict[str, Any]) -> dict[str, Any]:
