@@ -410,6 +410,11 @@ class OracleDrafter(Drafter):
         self.observed_rows += len(requests)
 
 
+def list_path_tokens(tree: Tree) -> set[tuple[int, ...]]:
+    """The tokens of every path from the root to a leaf."""
+    return {tuple(tree.tokens[path].tolist()) for path in list_paths(tree)}
+
+
 def list_paths(tree: Tree) -> list[list[int]]:
     """Every root-to-leaf path as node numbers, root included."""
     inner = set(tree.parents.tolist())

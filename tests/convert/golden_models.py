@@ -64,6 +64,11 @@ def summarize_rank(path: Path) -> dict[str, list[Any]]:
     }
 
 
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """The rank files of a checkpoint, as `summarize_rank` has each."""
+    return [summarize_rank(path) for path in sorted(folder.glob("rank*.safetensors"))]
+
+
 def read_tensors(path: Path) -> dict[str, Any]:
     """All tensors of a file, as stored."""
     file = TensorFile(path)

@@ -21,7 +21,7 @@ from specdec.model.tensors import get_rank_shape
 from tests.conftest import make_eagle_drafter, make_llama
 from tests.convert.checkpoints import read_config
 from tests.convert.conftest import Converter
-from tests.convert.golden_models import GOLDEN, summarize_rank
+from tests.convert.golden_models import GOLDEN, read_ranks
 from tests.engines import call
 
 NUM_LAYERS = 8  # of the target: SafeAILab's default layers are 1, 3 and 4
@@ -57,10 +57,6 @@ def copy_drafter(source: Path, folder: Path, edit: Edit) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
-
-
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    return [summarize_rank(path) for path in sorted(folder.glob("rank*.safetensors"))]
 
 
 # ---- What is written.

@@ -14,7 +14,7 @@ import torch
 
 from tests.convert.checkpoints import set_config
 from tests.convert.conftest import Converter, Source
-from tests.convert.golden_models import read_tensors, rewrite, summarize_rank
+from tests.convert.golden_models import read_ranks, read_tensors, rewrite
 
 Edit = Callable[[dict[str, Any]], Any]
 TARGET, HEADS = "llama_mha", "medusa_2x1"
@@ -49,10 +49,6 @@ def rename(change: Callable[[str], str]) -> Edit:
             tensors[change(name)] = tensors.pop(name)
 
     return edit
-
-
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    return [summarize_rank(path) for path in sorted(folder.glob("rank*.safetensors"))]
 
 
 # ---- What is read.

@@ -20,6 +20,7 @@ from tests.trtllm.worlds import (
     PAGED,
     WAYS,
     World,
+    list_texts,
     make_checkpoint,
     make_prompts,
 )
@@ -56,10 +57,6 @@ class RealWorld(World):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return RealWorld(tmp_path_factory.mktemp("world"))
-
-
-def list_texts(report: Any) -> list[Any]:
-    return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
 
 
 def test_plain_and_redrafter_write_the_torch_engines_text(world: RealWorld) -> None:

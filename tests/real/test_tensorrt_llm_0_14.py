@@ -29,6 +29,7 @@ from tests.trtllm.worlds import (
     WAYS,
     World,
     install_mpirun,
+    list_texts,
     make_checkpoint,
     make_prompts,
 )
@@ -96,10 +97,6 @@ def complete(world: World, engine: Path, *flags: object, requests: Any = REQUEST
         world, "run", "--engine-dir", engine, "--input-file", "-", "--end-id", 127, *flags,
         stdin=stdin,
     )  # fmt: skip
-
-
-def list_texts(report: Any) -> list[Any]:
-    return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

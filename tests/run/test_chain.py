@@ -23,11 +23,11 @@ from specdec.decode.loop import Options
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.decode.sampling import SamplingParams
 from specdec.decode.settings import DecodeSettings
-from specdec.engine.tree import Tree, build_tree_mask, make_root, pack_beams
+from specdec.engine.tree import build_tree_mask, make_root, pack_beams
 from specdec.errors import SpecDecError, UsageError
 from tests.conftest import make_llama
 from tests.costs import make_costs, make_grid
-from tests.engines import list_paths
+from tests.engines import list_path_tokens
 from tests.methods import build_methods
 
 SUFFIX: dict[str, Any] = {"suffix_max_tokens": 5, "suffix_min_probability": 0.0}
@@ -153,16 +153,11 @@ def test_accepted_tokens_come_from_every_member(parent: Path) -> None:
     engine.close()
 
 
-def list_texts(tree: Tree) -> set[tuple[int, ...]]:
-    """The tokens of every path from the root to a leaf."""
-    return {tuple(tree.tokens[path].tolist()) for path in list_paths(tree)}
-
-
 def test_trees_are_merged_path_by_path() -> None:
     one = pack_beams(7, np.array([[4, 5, 6], [4, 5, 8]]))
     two = pack_beams(7, np.array([[4, 9, 6], [3, 5, 8]]))
     merged = merge_candidates([Candidates(one), Candidates(two)]).tree
-    assert list_texts(merged) == list_texts(one) | list_texts(two)
+    assert list_path_tokens(merged) == list_path_tokens(one) | list_path_tokens(two)
     assert merged.num_nodes == 10  # 4 is shared
     assert merged.depth == 3
     for node in range(1, merged.num_nodes):  # parents first, and siblings differ

@@ -25,7 +25,7 @@ from specdec.decode.engine import TorchEngine
 from specdec.decode.loop import Options, generate
 from specdec.decode.requests import ActiveRequest, Request
 from specdec.engine.step import States
-from specdec.engine.tree import Tree, TreeBuilder, build_tree_mask, pack_beams
+from specdec.engine.tree import TreeBuilder, build_tree_mask, pack_beams
 from specdec.errors import SpecDecError, UsageError
 from specdec.methods import METHODS
 from specdec.methods.lookahead import LookaheadConfig
@@ -34,7 +34,7 @@ from specdec.methods.prompt_lookup import read_options as read_lookup_options
 from specdec.run.pipeline import check_settings, run_engine
 from specdec.run.settings import RunSettings
 from tests.conftest import make_llama, make_tokenizer
-from tests.engines import call, list_paths, list_requests, make_engine
+from tests.engines import call, list_path_tokens, list_paths, list_requests, make_engine
 
 # ---- Prompt lookup.
 
@@ -163,10 +163,7 @@ def test_a_grown_tree_is_the_packed_one(beams: list[list[int]]) -> None:
             node = builder.add(node, token)
     grown, packed = builder.build(), pack_beams(9, np.array(beams))
 
-    def list_texts(tree: Tree) -> set[tuple[int, ...]]:
-        return {tuple(tree.tokens[path].tolist()) for path in list_paths(tree)}
-
-    assert list_texts(grown) == list_texts(packed)
+    assert list_path_tokens(grown) == list_path_tokens(packed)
     assert grown.num_nodes == packed.num_nodes
     assert sorted(grown.depths.tolist()) == sorted(packed.depths.tolist())
 

@@ -153,3 +153,11 @@ def get_labels(rows: TokenRows, tokenizer: Any) -> list[str]:
         strict=True,
     )
     return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in pairs]
+
+
+@pytest.fixture
+def few_inputs(target_dir: Path, data_file: Path, tmp_path: Path) -> tuple[object, ...]:
+    """The target, and a file of the first five rows of data."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(data_file.read_text().splitlines(keepends=True)[:5]))
+    return ("--model-dir", target_dir, "--data", few)

@@ -24,10 +24,8 @@ def engine(target_dir: Path, lasting_dir: Path) -> Path:
 
 
 @pytest.fixture
-def inputs(target_dir: Path, data_file: Path, tmp_path: Path) -> tuple[object, ...]:
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(data_file.read_text().splitlines(keepends=True)[:5]))
-    return ("--model-dir", target_dir, "--data", few, *BASIC)
+def inputs(few_inputs: tuple[object, ...]) -> tuple[object, ...]:
+    return (*few_inputs, *BASIC)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.trtllm.worlds import (
     World,
     forget_runtime,
     install_mpirun,
+    list_texts,
     make_checkpoint,
     make_prompts,
     make_world,
@@ -53,10 +54,6 @@ def list_draft_settings(world: World, tp_size: int) -> dict[str, Any]:
         "draft_engine_dir": draft, "draft_len": "4", "draft_devices": "0",
         "target_devices": devices,
     }  # fmt: skip
-
-
-def list_texts(report: Any) -> list[Any]:
-    return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
 
 
 @pytest.mark.thorough

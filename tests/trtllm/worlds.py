@@ -220,3 +220,8 @@ def install_mpirun(world: World) -> None:
     """Write an mpirun that starts processes as Open MPI's does, and grumbles like it."""
     path = world.folder / "double" / "bin" / "mpirun"
     write_script(path, MPIRUN.format(python=sys.executable, root=str(ROOT)))
+
+
+def list_texts(report: Any) -> list[Any]:
+    """List each output's tokens in specdec-run's JSON, and why it ended."""
+    return [(output["output_ids"], output["finish_reason"]) for output in report["outputs"]]
