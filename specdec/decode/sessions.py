@@ -1,9 +1,10 @@
 """Sessions: what rows of the cache hold goes to disk by blocks, and comes back after a restart.
 
-A block has the numbers of `BLOCK_TOKENS` tokens of a text: the target's keys and values, or what a
-drafter keeps. Its key is made of all tokens up to its end, and of all that the numbers depend on
-besides. A hybrid's states are written after prompts and texts, with the numbers after the last
-whole block. Blocks are copied between two steps, and written by a thread of their own.
+A block has the values that a `CachedTensor` has for `BLOCK_TOKENS` tokens of a text: the target's
+keys and values, or what a drafter keeps. Its key is made of all tokens up to its end, and of all
+that the values depend on besides. A hybrid's states are written after prompts and texts, with the
+values after the last whole block. Blocks are copied between two steps, and written by a thread of
+their own.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class TextKeys:
             self._sums.append(_hash(self._sums[-1], _encode(block_tokens)))
         return num_blocks
 
-    def name(self, kind: str, num_blocks: int, tokens: Sequence[int] = ()) -> str:
-        """Return the key of what a kind of numbers has after so many blocks and some tokens."""
-        digest = _hash(self._sums[num_blocks], kind.encode() + b"\0" + _encode(tokens))
+    def name(self, tensor_name: str, num_blocks: int, tokens: Sequence[int] = ()) -> str:
+        """Return the key of what a tensor has after so many blocks and some tokens."""
+        digest = _hash(self._sums[num_blocks], tensor_name.encode() + b"\0" + _encode(tokens))
         return digest.hex()[:KEY_DIGITS]
 
 
@@ -70,7 +71,7 @@ def _encode(tokens: Sequence[int]) -> bytes:
 
 @dataclasses.dataclass
 class _Row:
-    """A request's row. counts: of each kind of numbers, the blocks that are kept; ends: lengths."""
+    """A request's row. counts: of each cached tensor, the blocks that are kept; ends: lengths."""
 
     request: ActiveRequest
     keys: TextKeys
@@ -129,7 +130,7 @@ class Sessions:
         self._rows: dict[int, _Row] = {}
         # Of the prompt that was counted last: it is counted at each step until it begins.
         self._prompt_keys: tuple[Sequence[int], TextKeys] | None = None
-        self._kinds: list[CachedTensor] = []
+        self._tensors: list[CachedTensor] = []
         self._waiting_keys: set[str] = set()
         self._num_waiting_bytes = 0
         self._mutex = threading.Lock()  # of these two
@@ -140,14 +141,15 @@ class Sessions:
     def attach(self, decoder: Decoder, cache: KVCache, drafter: Drafter) -> None:
         """Serve a new batch, whose caches are allocated."""
         self._decoder, self._cache, self._drafter = decoder, cache, drafter
-        self._kinds = [cache.get_cached_tensor("target"), *drafter.list_cached_tensors()]
+        self._tensors = [cache.get_cached_tensor("target"), *drafter.list_cached_tensors()]
         self._rows, self._prompt_keys = {}, None
-        kinds = [
-            (kind.name, str(kind.values.dtype), *kind.view(0, 0, 1).shape) for kind in self._kinds
+        forms = [
+            (tensor.name, str(tensor.values.dtype), *tensor.view(0, 0, 1).shape)
+            for tensor in self._tensors
         ]
-        self._seed = _hash(self._identity, json.dumps(kinds[:1]).encode())
+        self._seed = _hash(self._identity, json.dumps(forms[:1]).encode())
         # A drafter's blocks are of its own sizes, too.
-        self._kind_names = [json.dumps([index, *kind]) for index, kind in enumerate(kinds)]
+        self._tensor_names = [json.dumps([index, *form]) for index, form in enumerate(forms)]
 
     def _make_keys(self, prompt: Sequence[int]) -> TextKeys:
         rotary = self._decoder.rotary
@@ -173,7 +175,7 @@ class Sessions:
         most_blocks, num_blocks = keys.extend(text), 0
         while num_blocks < most_blocks and all(
             self._name_block(keys, index, num_blocks, text) in self.folder
-            for index, kind in enumerate(self._kinds) if kind.is_needed
+            for index, tensor in enumerate(self._tensors) if tensor.is_needed
         ):  # fmt: skip
             num_blocks += 1
         if self._cache.states is None:
@@ -189,10 +191,10 @@ class Sessions:
     def _name_block(
         self, keys: TextKeys, index: int, block: int, text: Sequence[int]
     ) -> str:  # fmt: skip
-        """Return the key of a kind's block of a text, which is long enough."""
+        """Return the key of a tensor's block of a text, which is long enough."""
         end = (block + 1) * BLOCK_TOKENS
-        ahead = text[end : end + self._kinds[index].num_ahead]
-        return keys.name(self._kind_names[index], block + 1, ahead)
+        ahead = text[end : end + self._tensors[index].num_ahead]
+        return keys.name(self._tensor_names[index], block + 1, ahead)
 
     def begin(self, request: ActiveRequest, num_cached: int) -> int:
         """Follow a request's row, which holds so many tokens of its prompt; return how many then.
@@ -200,13 +202,13 @@ class Sessions:
         More are put into the row where the disk has more.
         """
         prompt, index = request.request.input_ids, request.row
-        row = _Row(request, self._take_keys(prompt), time.time(), [0] * len(self._kinds))
+        row = _Row(request, self._take_keys(prompt), time.time(), [0] * len(self._tensors))
         self._rows[index] = row
         text = prompt[:-1]
         num_blocks = row.keys.extend(text)
         used_keys = [
-            self._name_block(row.keys, kind, block, prompt)
-            for block in range(num_blocks) for kind in range(len(self._kinds))
+            self._name_block(row.keys, number, block, prompt)
+            for block in range(num_blocks) for number in range(len(self._tensors))
         ]  # fmt: skip
         self._tasks.put(_Task(row.used_at, used_keys))
         if request.request.wants_prompt_logprobs:
@@ -225,20 +227,20 @@ class Sessions:
         return num_cached
 
     def _restore(self, row: _Row, stop: _Stop, num_cached: int) -> None:
-        """Put the numbers before a stop into a row; KeyError where a block is damaged."""
+        """Put the values before a stop into a row; KeyError where a block is damaged."""
         index, text = row.request.row, row.request.request.input_ids
         first_block = num_cached // BLOCK_TOKENS
         fields, tails = self.folder.read(stop.end.key) if stop.end is not None else ({}, [])
-        for number, kind in enumerate(self._kinds):
-            if kind.is_needed:
+        for number, tensor in enumerate(self._tensors):
+            if tensor.is_needed:
                 for block in range(first_block, stop.num_blocks):
                     self._read_block(row, number, block, text)
         if stop.end is not None:
             self._restore_end(index, stop, stop.end, fields, tails)
         self._cache.past_lens[index] = stop.length
         self._drafter.resume(index, stop.length)
-        for number, kind in enumerate(self._kinds):
-            if not kind.is_needed:
+        for number, tensor in enumerate(self._tensors):
+            if not tensor.is_needed:
                 self._restore_further(row, number, stop.num_blocks)
 
     def _restore_end(
@@ -252,7 +254,9 @@ class Sessions:
             raise self.folder.refuse(end.key)
         snapshot = states.make_snapshot(stop.length, num_state)
         start = stop.num_blocks * BLOCK_TOKENS
-        tails = [kind.view(index, start, stop.length) for kind in self._kinds if kind.is_needed]
+        tails = [
+            tensor.view(index, start, stop.length) for tensor in self._tensors if tensor.is_needed
+        ]
         self._fill_all(end.key, [*tails, snapshot[1], snapshot[2], *snapshot[3]], arrays)
         states.restore(index, stop.length, snapshot)
 
@@ -266,8 +270,12 @@ class Sessions:
             _fill(target, array)
 
     def _restore_further(self, row: _Row, number: int, num_blocks: int) -> None:
-        """Put numbers that a text can do without into a row, as far as the disk has them."""
-        index, text, lens = row.request.row, row.request.request.input_ids, self._kinds[number].lens
+        """Put values that a text can do without into a row, as far as the disk has them."""
+        index, text, lens = (
+            row.request.row,
+            row.request.request.input_ids,
+            self._tensors[number].lens,
+        )
         block = int(lens[index]) // BLOCK_TOKENS
         while block < num_blocks:
             try:
@@ -281,7 +289,7 @@ class Sessions:
         key = self._name_block(row.keys, number, block, text)
         _, arrays = self.folder.read(key)
         start = block * BLOCK_TOKENS
-        target = self._kinds[number].view(row.request.row, start, start + BLOCK_TOKENS)
+        target = self._tensors[number].view(row.request.row, start, start + BLOCK_TOKENS)
         self._fill_all(key, [target], arrays)
 
     def note(self, requests: Iterable[ActiveRequest]) -> None:
@@ -312,8 +320,8 @@ class Sessions:
         """Copy what is whole and was not kept yet; return whether there was room for all."""
         index, text_len = row.request.row, self._count_tokens(row)
         counts = [
-            (min(int(kind.lens[index]), text_len) - kind.num_ahead) // BLOCK_TOKENS
-            for kind in self._kinds
+            (min(int(tensor.lens[index]), text_len) - tensor.num_ahead) // BLOCK_TOKENS
+            for tensor in self._tensors
         ]
         states = self._cache.states
         snapshots = states.list_snapshots(index) if states is not None else []
@@ -322,13 +330,13 @@ class Sessions:
             return True
         text = row.text
         row.keys.extend(text)
-        for number, kind in enumerate(self._kinds):
+        for number, tensor in enumerate(self._tensors):
             for block in range(row.counts[number], counts[number]):
                 if self._num_waiting_bytes > most_bytes:
                     return False
                 key = self._name_block(row.keys, number, block, text)
                 start = block * BLOCK_TOKENS
-                entries = kind.view(index, start, start + BLOCK_TOKENS)
+                entries = tensor.view(index, start, start + BLOCK_TOKENS)
                 num_tokens = BLOCK_TOKENS if number == 0 else 0
                 self._put(BlockName(key, block), row, {}, [entries], num_tokens)
                 row.counts[number] = block + 1
@@ -340,10 +348,10 @@ class Sessions:
         states, index = self._cache.states, row.request.row
         assert states is not None
         snapshot = states.get_snapshot(index, length)
-        kinds = [kind for kind in self._kinds if kind.is_needed]
+        needed_tensors = [tensor for tensor in self._tensors if tensor.is_needed]
         if snapshot is None or length > self._count_tokens(row):
             return True
-        if any(kind.lens[index] < length for kind in kinds):
+        if any(tensor.lens[index] < length for tensor in needed_tensors):
             return False  # a drafter has not read its tokens
         text = row.text[:length]
         depth = row.keys.extend(text)
@@ -352,7 +360,7 @@ class Sessions:
             row.keys.name("end", depth, tail), depth, row.keys.name("end", depth), len(tail)
         )
         num_state, state, window, log = snapshot
-        tails = [kind.view(index, depth * BLOCK_TOKENS, length) for kind in kinds]
+        tails = [tensor.view(index, depth * BLOCK_TOKENS, length) for tensor in needed_tensors]
         self._put(name, row, {"num_state": num_state}, [*tails, state, window, *log])
         return True
 
