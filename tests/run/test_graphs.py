@@ -155,7 +155,7 @@ def test_steps_are_begun_ahead_while_a_drafter_rests(
     engine.drafter, step = bind(engine.drafter, make_costs()), PlainAhead.step
 
     def plan(pace: Pace, remaining: Sequence[int], *_: int) -> bool:
-        pace.skip(len(remaining))
+        pace.begin_step(len(remaining))
         pace.drafts_on = bool(next(turn))
         pace._plan_steps = 0 if pace.drafts_on else 5
         pace.prices.step_seconds = [0.0] * (pace.max_tokens + 1)

@@ -325,7 +325,7 @@ def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
     for at in range(600):
         if not pace.plan([1000], unread_counts=(0, 0)):
             continue
-        pace.note(pace.first, chances[0])
+        pace.note_promise(pace.first, chances[0])
         drafter = 0 if 1 in pace.forecast.left_out else 1
         size = 1 + pace.choose(chances[drafter])
         right = [(at * 37 + n * 61) % 100 < (50, 100 * rate)[drafter] for n in range(size - 1)]

@@ -114,7 +114,7 @@ class Pace:
         """Return whether the last plan holds for the next step, of so many requests."""
         return self._plan_steps > 1 and num_rows == self.prices.num_rows
 
-    def skip(self, num_rows: int) -> None:
+    def begin_step(self, num_rows: int) -> None:
         """Begin a step of so many requests; nothing is drafted for it unless that is recorded."""
         self.prices.num_rows = num_rows
         self._plan_steps -= 1
@@ -125,7 +125,7 @@ class Pace:
         """Count a step; return whether it drafts nothing, as the last plan says."""
         if not self.is_resting(num_rows):
             return False
-        self.skip(num_rows)
+        self.begin_step(num_rows)
         return True
 
     def plan(
@@ -142,7 +142,7 @@ class Pace:
         if self.rest_step(num_rows):
             return False
         is_kept = self._keeps_plan(num_rows) and not num_prompt_tokens
-        self.skip(num_rows)
+        self.begin_step(num_rows)
         if max(remaining) <= 1 or not self.max_tokens:
             return False
         readers = frozenset(n for n, few in enumerate(unread_counts) if few > FEW_UNREAD_TOKENS)
@@ -356,7 +356,7 @@ class Pace:
         values = [self.value_drafter(number, num_left) for number in later_drafters]
         return value > 0 and value >= max(values, default=0.0)
 
-    def note(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
+    def note_promise(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
         """Take what drafts of some drafters promise, in whose place others' may come.
 
         chances: of each row's paths, [B] of any length, best first.

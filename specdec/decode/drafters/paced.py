@@ -85,7 +85,7 @@ class PacedDrafter(JoinedDrafter):
 
     def skip(self, num_requests: int) -> None:
         self._drafts = []
-        self.pace.skip(num_requests)
+        self.pace.begin_step(num_requests)
         self._begin_step()
 
     @property
@@ -193,7 +193,7 @@ class PacedDrafter(JoinedDrafter):
         ranks = pace.calibration.rank(drafts)
         chances = [row_chances for row_chances, _ in ranks]
         if group == 0:
-            pace.note(pace.first, chances)
+            pace.note_promise(pace.first, chances)
         values = pace.value(chances)
         pace.drafters[group].record(values)
         for row, candidates, rank, value in zip(rows, drafts, ranks, values, strict=True):
@@ -276,7 +276,7 @@ class PacedDrafter(JoinedDrafter):
         ranks = self._rank_drafts()
         chances = [row_chances for row_chances, _ in ranks]
         rows = zip(chances, self._drafts, strict=True)
-        self.pace.note(self.pace.others, [row for row, c in rows if c.source and any(row)])
+        self.pace.note_promise(self.pace.others, [row for row, c in rows if c.source and any(row)])
         # A prompt that is not read yet may promise something still.
         if self.num_prefilled > FEW_UNREAD_TOKENS:
             chances = [row for row in chances if any(row)]
