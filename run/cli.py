@@ -68,10 +68,15 @@ def write_report(report: dict[str, Any], settings: RunSettings, pieces: Sequence
             write_whole(settings.output_file, text, force=settings.force)
     finally:
         if not is_streamed:
-            in_colour = not settings.json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            in_colour = not settings.json and _shows_colours()
             lines = [format_report(report, in_colour=True) + "\n" if in_colour else text]
         for line in lines:
             click.echo(line, nl=False)
+
+
+def _shows_colours() -> bool:
+    """Return whether stdout is a terminal whose user has not turned colours off."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def split_report(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -229,19 +229,20 @@ class Batch:
         if not drafts:
             return list_roots(requests)
         by_request = dict(zip(drafting, drafts, strict=True))
-        candidates = []
-        for request in requests:
-            draft = by_request.get(request) or Candidates(make_root(request.output_ids[-1]))
-            if drafter.chains_only:
-                draft = draft.make_chain()
-            draft = draft.limit(request.request.max_draft_tokens)
-            if draft.tree.num_draft_tokens and request.grammar and not drafter.is_indivisible:
-                draft = draft.prune(request.grammar)
-            candidates.append(draft)
-            if request in by_request:
-                by_request[request] = draft
-        drafter.note_verified([*by_request.values()])
+        candidates = [self._trim(request, by_request.get(request)) for request in requests]
+        pairs = zip(requests, candidates, strict=True)
+        drafter.note_verified([draft for request, draft in pairs if request in by_request])
         return candidates
+
+    def _trim(self, request: ActiveRequest, draft: Candidates | None) -> Candidates:
+        """Return what of a request's draft may be verified, or a root alone where it has none."""
+        drafter, draft = self.drafter, draft or Candidates(make_root(request.output_ids[-1]))
+        if drafter.chains_only:
+            draft = draft.make_chain()
+        draft = draft.limit(request.request.max_draft_tokens)
+        if draft.tree.num_draft_tokens and request.grammar and not drafter.is_indivisible:
+            draft = draft.prune(request.grammar)
+        return draft
 
     def _forward(
         self, step: Step, chunk: PrefillChunk | None, num_rows: int, num_nodes: int
