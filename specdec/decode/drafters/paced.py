@@ -73,7 +73,7 @@ class PacedDrafter(JoinedDrafter):
 
     def allocate(self, num_rows: int, num_positions: int) -> None:
         """Forget all requests; what was learned of acceptance, and the account, go on."""
-        self._drafts = []
+        self._drafts, self._start_time = [], 0.0  # a step that failed has no end
         super().allocate(num_rows, num_positions)
 
     def start(self, requests: Sequence[ActiveRequest]) -> None:
