@@ -20,6 +20,7 @@ from specdec.trtllm.lacks import Pair, find_pair
 
 from ..families.base import ROTARY_BUFFERS
 from ..plan import SourceRows, check_num_layers
+from ..wrappers import drop_sections
 
 if TYPE_CHECKING:
     from specdec.methods.base import Method
@@ -109,6 +110,9 @@ class NetConverter(DrafterConverter):
         net_reader = reader
         if self.is_speculators:
             net_reader = reader.enter(reader.get_object("transformer_layer_config"))
+        rotary = ("rope_parameters", "rope_scaling")
+        sections = {key: drop_sections(net_reader.config.get(key)) for key in rotary}
+        net_reader = net_reader.enter({**net_reader.config, **sections})
         check_fixed(net_reader, fixed, net_description)
         return reader, net_reader
 
@@ -294,8 +298,12 @@ def check_offsets(
         return  # planning the tensors names it where it is needed
     if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
         reader.refuse(
-            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]",
-            "its config.json and tensors disagree: take both from the same drafter",
+            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}],"
+            f" for draft_vocab_size {draft_vocab_size}",
+            "its config.json and tensors disagree: take both from the same drafter, or correct"
+            " draft_vocab_size, which is vocab_size where it is absent"
+            if offsets.dtype == "int64"
+            else f"store {OFFSETS} as int64",
         )
         return
     tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
@@ -319,7 +327,12 @@ def _check_drafted(reader: ConfigReader, folder: HfFolder, tokens: Array, vocab_
     is_drafted = np.zeros(vocab_size, np.bool_)
     is_drafted[tokens] = True
     shape = folder.tensors[IS_DRAFTED].shape
-    if shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
+    if shape != (vocab_size,):
+        reader.refuse(
+            f"{IS_DRAFTED} has shape {list(shape)}, and the target's vocab_size is {vocab_size}",
+            USE_ITS_DRAFTER,
+        )
+    elif (folder.read(IS_DRAFTED) != is_drafted).any():
         reader.refuse(
             f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
             "copy or download the folder again",
