@@ -296,14 +296,15 @@ def check_offsets(
     offsets = folder.tensors.get(OFFSETS)
     if offsets is None:
         return  # planning the tensors names it where it is needed
-    if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
+    fact = f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]"
+    if offsets.dtype != "int64":
+        reader.refuse(fact, f"store {OFFSETS} as int64")
+        return
+    if offsets.shape != (draft_vocab_size,):
         reader.refuse(
-            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}],"
-            f" for draft_vocab_size {draft_vocab_size}",
+            f"{fact}, for draft_vocab_size {draft_vocab_size}",
             "its config.json and tensors disagree: take both from the same drafter, or correct"
-            " draft_vocab_size, which is vocab_size where it is absent"
-            if offsets.dtype == "int64"
-            else f"store {OFFSETS} as int64",
+            " draft_vocab_size, which is vocab_size where it is absent",
         )
         return
     tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
@@ -317,13 +318,14 @@ def check_offsets(
             f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
             f"{USE_ITS_DRAFTER}; its offsets are added to the number",
         )
-    # Of a vocabulary that is not reduced some writers leave t2d all zeros.
-    if IS_DRAFTED in folder.tensors and draft_vocab_size != vocab_size and not reader.problems:
+    elif draft_vocab_size != vocab_size:  # else some writers leave t2d all zeros
         _check_drafted(reader, folder, tokens, vocab_size)
 
 
 def _check_drafted(reader: ConfigReader, folder: HfFolder, tokens: Array, vocab_size: int) -> None:
-    """Note a map `t2d` that marks other tokens than those which `d2t` names."""
+    """Note a map `t2d`, if there is one, that marks other tokens than those which `d2t` names."""
+    if IS_DRAFTED not in folder.tensors:
+        return
     is_drafted = np.zeros(vocab_size, np.bool_)
     is_drafted[tokens] = True
     shape = folder.tensors[IS_DRAFTED].shape

@@ -12,6 +12,7 @@ from tests.convert.hint_scenes import (
     FILE,
     Case,
     Change,
+    Scene,
     again,
     copy_in,
     document,
@@ -50,8 +51,33 @@ def plain_is(**values: object) -> dict[str, object]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **values}
 
 
+def put_into_cache(scene: Scene) -> None:
+    """Put the model's folder into one as the Hub's cache has them."""
+    model, snapshot = scene["model"], scene["cache/snapshots/abc"]
+    for name in ("blobs", "refs", "snapshots"):
+        scene[f"cache/{name}"].mkdir(parents=True)
+    model.rename(snapshot)
+    scene["cache"].rename(model)
+
+
+def link_to_nothing(scene: Scene) -> None:
+    """Put a link of the Hub's cache whose file is not there in the place of the weights."""
+    scene[f"model/{FILE}"].unlink()
+    scene[f"model/{FILE}"].symlink_to("../../blobs/abc")
+
+
+PREFIXED = {f"{Q}.weight": f"module.{Q}.weight"}
 MODELS = [
     # ---- Which model it is.
+    Case("give one of them: {}", "llama", put_into_cache,
+         flags(model_dir=Path("model/snapshots/abc"))),
+    Case("download or copy the file itself again: a link of the Hub's cache leads to it in the"
+         " cache alone", "llama", link_to_nothing, again),
+    Case("download {} too, which says which file has a tensor", "llama",
+         [split, remove(f"model/{FILE}.index.json")], again),
+    Case("save the model again without {} in its tensors' names: wrappers for training put it"
+         " there, which an unwrapped model's save_pretrained() does not", "llama",
+         tensors(PREFIXED), tensors({name: own for own, name in PREFIXED.items()})),
     Case("correct architectures in its config.json", "llama",
          keys(architectures="LlamaForCausalLM"), keys(architectures=["LlamaForCausalLM"])),
     Case("correct the wrong one in its config.json: transformers goes by model_type", "llama",
@@ -91,6 +117,12 @@ MODELS = [
          keys(rope_parameters={"full_attention": YARN, "sliding_attention": ROTARY})),
     Case("experts are supported with silu", "mixtral", keys(hidden_act="gelu"), None),
     Case("correct {}", "gpt2", keys(n_head=7), keys(n_head=8)),
+    Case("give {} beside the scaling", "phi3",
+         keys(rope_scaling={
+             "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+             "original_max_position_embeddings": 32}, rope_parameters="ABSENT",
+             original_max_position_embeddings="ABSENT"),
+         keys(original_max_position_embeddings=32)),
     Case("models of this family are supported whose layers are all {}", "qwen2_moe",
          keys(layer_types=["full_attention", "sliding_attention"]), None),
     Case("remove the wrong one", "llama",
