@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .torch_file import TorchFile
 
 logger = logs.get_logger(__name__)
 
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+(\.safetensors|\.bin)")
 QUANTIZATION_NAME = "hf_quant_config.json"  # ModelOpt's description of its quantization
 
 
@@ -285,9 +287,12 @@ def refuse_folder(folder: str, names: Collection[str]) -> SpecDecError:
         sorted(name for name in names if name.endswith(WEIGHT_SUFFIXES)) + unfinished_files
     )
     contents = f"; it holds {join_names(weight_files)}" if weight_files else ""
+    fact = f"{folder} holds neither {' nor '.join(WEIGHT_NAMES)}{contents}"
     if unfinished_files:
-        fact = f"{folder} holds neither {' nor '.join(WEIGHT_NAMES)}{contents}"
         return SpecDecError(fact, f"finish the download of {join_names(unfinished_files)}")
+    if shard := next(filter(None, map(_SHARD.fullmatch, weight_files)), None):
+        index = f"{shard[1]}{shard[2]}{INDEX_SUFFIX}"
+        return SpecDecError(fact, f"download {index} too, which says which file has a tensor")
     safetensors_files = [name for name in weight_files if name.endswith(".safetensors")]
     rename = (
         f"if {safetensors_files[0]} has all weights, name it {WEIGHT_NAMES[0]}; "
@@ -295,7 +300,7 @@ def refuse_folder(folder: str, names: Collection[str]) -> SpecDecError:
         else ""
     )
     return SpecDecError(
-        f"{folder} holds neither {' nor '.join(WEIGHT_NAMES)}{contents}",
+        fact,
         f"{rename}give the folder that holds the model's weights; other formats are first loaded"
         f" with transformers and saved with save_pretrained, which writes {WEIGHT_NAMES[0]}",
     )

@@ -297,9 +297,29 @@ def plan_tensors(
                 for block in blocks
             ]
             tensors[canonical] = PlannedTensor(rank_info, tuple(itertools.chain(*slices)))
+    unread_names = _list_unused(source, source_rows, ignored)
+    if prefix := _find_prefix(source, misfits.missing_names):
+        problems.add(
+            f"{source.path}: the names of {count(len(misfits.missing_names), 'tensor')} begin with"
+            f" {prefix}, as {prefix}{misfits.missing_names[0]}",
+            f"save the model again without {prefix} in its tensors' names: wrappers for training"
+            " put it there, which an unwrapped model's save_pretrained() does not",
+        )
+        misfits.missing_names.clear()
+        unread_names = [name for name in unread_names if not name.startswith(prefix)]
     misfits.report(dtype, problems)
-    report_unread(source, _list_unused(source, source_rows, ignored), problems)
+    report_unread(source, unread_names, problems)
     return ranks
+
+
+def _find_prefix(source: TensorSource, missing_names: Sequence[str]) -> str:
+    """Return the text before the names that a source lacks, if it has all of them with one."""
+    for name in source.tensors:
+        if missing_names and name.endswith(f".{missing_names[0]}"):
+            prefix = name.removesuffix(missing_names[0])
+            if all(prefix + missing_name in source.tensors for missing_name in missing_names):
+                return prefix
+    return ""
 
 
 def _list_unused(

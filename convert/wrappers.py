@@ -127,7 +127,7 @@ def _complete(text: dict[str, Any]) -> dict[str, Any]:
         text = {key: value for key, value in text.items() if key != "architectures"}
     defaults = dict(DEFAULTS.get(kind, {}))
     if kind in KINDS:
-        rotary = {key: _drop_sections(text.get(key)) for key in ("rope_parameters", "rope_scaling")}
+        rotary = {key: drop_sections(text.get(key)) for key in ("rope_parameters", "rope_scaling")}
         text = text | rotary
         if any("rope_theta" in (values or ()) for values in rotary.values()):
             defaults.pop("rope_theta", None)
@@ -137,7 +137,7 @@ def _complete(text: dict[str, Any]) -> dict[str, Any]:
     return defaults | text | FIXED.get(kind, {}) | {"model_type": model_type}
 
 
-def _drop_sections(rotary: Any) -> Any:
+def drop_sections(rotary: Any) -> Any:
     """Return a rotary embedding without the sections of the three positions (M-RoPE).
 
     A token of a text has one position, so that the dimensions of each section are rotated alike.

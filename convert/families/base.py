@@ -340,6 +340,7 @@ class DecoderDefaults:
     norm_epsilon: with the field's name. head_dim: also for null; absent_head_dim: not for null,
     which then means the hidden size over the heads. rotary_fraction: None where the family rotates
     whole heads. local_base: None where sliding layers have the rotary embedding of the others.
+    original_positions: beside a scaling, whose own value the class does not read then.
     """
 
     norm_epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
@@ -350,6 +351,7 @@ class DecoderDefaults:
     rotary_fraction: float | None = None
     rotary_base: float = 10000.0
     local_base: float | None = None
+    original_positions: int | None = None
     hidden_act: str = "silu"
 
 
@@ -423,7 +425,8 @@ def _read_scaling(
     """Return the length of longrope and the base of sliding layers; note faulty scalings."""
     fields: dict[str, Any] = {}
     if rotary.scaling is not None and get_kind(rotary.scaling) == "longrope":
-        fields["original_max_position_embeddings"] = _read_original_length(reader, rotary.scaling)
+        length = _read_original_length(reader, rotary.scaling, defaults.original_positions)
+        fields["original_max_position_embeddings"] = length
     for fact, remedy in find_scaling_problems(
         rotary.scaling,
         rotary_size=int(values["head_size"] * values["rotary_pct"]),
@@ -583,12 +586,15 @@ def get_window(reader: ConfigReader, default: int | None) -> int | None:
     return None if reader.config["sliding_window"] is None else reader.get_int("sliding_window")
 
 
-def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any]) -> int:
+def _read_original_length(reader: ConfigReader, scaling: Mapping[str, Any], default: Any) -> int:
     """Return the length at which longrope switches its factors; in the scaling, or alongside it."""
     name = "original_max_position_embeddings"
     inner, outer = scaling.get(name), reader.config.get(name)
     if inner is None:
         return reader.get_int(name)
-    if outer is not None and outer != inner:
+    if outer is None and default not in (None, inner):
+        fact = f"{name} is {inner} in the scaling, and absent beside it, which means {default}"
+        reader.refuse(fact, f"give {name} beside the scaling")
+    elif outer is not None and outer != inner:
         reader.refuse(f"{name} is {outer} and in the scaling {inner}", "remove the wrong one")
     return reader.enter(scaling).get_int(name)

@@ -95,7 +95,7 @@ PHI3 = Family(
     },
     read_config=decoder(
         window(None, is_uniform=True), read_phi3, norm_epsilon=("rms_norm_eps", 1e-5),
-        max_positions=4096, rotary_fraction=1.0,
+        max_positions=4096, rotary_fraction=1.0, original_positions=4096,
     ),
     describe=describe3,
     find_problem_014=find_problem_014,

@@ -20,6 +20,7 @@ from specdec.trtllm.lacks import Pair, find_pair
 
 from ..families.base import ROTARY_BUFFERS
 from ..plan import SourceRows, check_num_layers
+from ..wrappers import drop_sections
 
 if TYPE_CHECKING:
     from specdec.methods.base import Method
@@ -109,6 +110,9 @@ class NetConverter(DrafterConverter):
         net_reader = reader
         if self.is_speculators:
             net_reader = reader.enter(reader.get_object("transformer_layer_config"))
+        rotary = ("rope_parameters", "rope_scaling")
+        sections = {key: drop_sections(net_reader.config.get(key)) for key in rotary}
+        net_reader = net_reader.enter({**net_reader.config, **sections})
         check_fixed(net_reader, fixed, net_description)
         return reader, net_reader
 
@@ -292,10 +296,15 @@ def check_offsets(
     offsets = folder.tensors.get(OFFSETS)
     if offsets is None:
         return  # planning the tensors names it where it is needed
-    if offsets.dtype != "int64" or offsets.shape != (draft_vocab_size,):
+    fact = f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]"
+    if offsets.dtype != "int64":
+        reader.refuse(fact, f"store {OFFSETS} as int64")
+        return
+    if offsets.shape != (draft_vocab_size,):
         reader.refuse(
-            f"{OFFSETS} is {offsets.dtype} {list(offsets.shape)}, not int64 [{draft_vocab_size}]",
-            "its config.json and tensors disagree: take both from the same drafter",
+            f"{fact}, for draft_vocab_size {draft_vocab_size}",
+            "its config.json and tensors disagree: take both from the same drafter, or correct"
+            " draft_vocab_size, which is vocab_size where it is absent",
         )
         return
     tokens = folder.read(OFFSETS) + np.arange(draft_vocab_size)
@@ -309,17 +318,23 @@ def check_offsets(
             f" {tokens.min()} to {tokens.max()}; the target has {vocab_size}",
             f"{USE_ITS_DRAFTER}; its offsets are added to the number",
         )
-    # Of a vocabulary that is not reduced some writers leave t2d all zeros.
-    if IS_DRAFTED in folder.tensors and draft_vocab_size != vocab_size and not reader.problems:
+    elif draft_vocab_size != vocab_size:  # else some writers leave t2d all zeros
         _check_drafted(reader, folder, tokens, vocab_size)
 
 
 def _check_drafted(reader: ConfigReader, folder: HfFolder, tokens: Array, vocab_size: int) -> None:
-    """Note a map `t2d` that marks other tokens than those which `d2t` names."""
+    """Note a map `t2d`, if there is one, that marks other tokens than those which `d2t` names."""
+    if IS_DRAFTED not in folder.tensors:
+        return
     is_drafted = np.zeros(vocab_size, np.bool_)
     is_drafted[tokens] = True
     shape = folder.tensors[IS_DRAFTED].shape
-    if shape != (vocab_size,) or (folder.read(IS_DRAFTED) != is_drafted).any():
+    if shape != (vocab_size,):
+        reader.refuse(
+            f"{IS_DRAFTED} has shape {list(shape)}, and the target's vocab_size is {vocab_size}",
+            USE_ITS_DRAFTER,
+        )
+    elif (folder.read(IS_DRAFTED) != is_drafted).any():
         reader.refuse(
             f"{IS_DRAFTED} and {OFFSETS} disagree on which tokens are drafted",
             "copy or download the folder again",

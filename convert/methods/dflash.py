@@ -79,12 +79,14 @@ def _check_causal(reader: ConfigReader, key: str, is_causal: bool) -> None:
 
     Of layers with a window that is so wherever the key is absent.
     """
-    if is_causal:
-        value = str(reader.config[key]).lower() if key in reader.config else "absent"
-        reader.refuse(
-            f"{key} is {value}: the tokens of a block would not see those after them",
-            "use a drafter whose blocks see all of themselves in every layer",
-        )
+    if not is_causal:
+        return
+    remedy = "use a drafter whose blocks see all of themselves in every layer"
+    if key in reader.config:
+        value = str(reader.config[key]).lower()
+    else:  # SpecForge, whose blocks do, writes what z-lab's folders have
+        value, remedy = "absent", f"{remedy}; where this one's do, as SpecForge's, add {key}"
+    reader.refuse(f"{key} is {value}: the tokens of a block would not see those after them", remedy)
 
 
 def _check_speculators(reader: ConfigReader, model: ModelConfig, *, has_window: bool) -> None:

@@ -8,11 +8,12 @@ target.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.errors import SpecDecError, shorten
 from specdec.methods.eagle import (
     EAGLE3_ARCHITECTURE,
     EAGLE3_FIXED,
@@ -118,16 +119,18 @@ SPECULATORS = Eagle3Layout(
     name="speculators",
     find_layers=_find_inputs,
     layers_key="eagle_aux_hidden_state_layer_ids",
-    fixed={"speculators_model_type": "eagle3"},
 )
 VLLM_PEAGLE = dataclasses.replace(
     MODELOPT, name="vLLM", find_layers=_find_either, layers_key=LAYER_IDS
 )
-PEAGLE = dataclasses.replace(SPECULATORS, fixed={"speculators_model_type": "peagle"})
 # Keys that vLLM looks for in P-EAGLE's config.json, the first of which counts.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The drafter's layers, in the Llama config that each format has somewhere.
 OF_LLAMA_KIND = ("mistral", "qwen2")  # whose layers without biases are a Llama's
+# Classes by which vLLM, SGLang and SpecForge take a Llama's layers, whatever model_type says.
+OF_LLAMA_CLASS = (
+    "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *SPECFORGE_PEAGLE,
+)  # fmt: skip
 FIXED_NET = {
     "model_type": "llama", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
     "use_sliding_window": False, "is_causal": True, "logit_scale": 1.0,
@@ -142,7 +145,7 @@ def separate(folder: HfFolder) -> HfFolder:
     """
     together = {name for name in folder.tensors if name.startswith(WITH_TARGET)}
     if not together:
-        return folder
+        return _unify_config(folder)
     bare = {name: name.removeprefix(WITH_TARGET) for name in together}
     alone = folder.select(together)
     alone.rename(bare, left_out=())
@@ -161,7 +164,7 @@ def separate(folder: HfFolder) -> HfFolder:
             "train it with use_input_layernorm_in_first_layer and use_last_layernorm false",
         )
     alone.config = _describe_separate(folder, alone)
-    return alone
+    return _unify_config(alone)
 
 
 def _describe_separate(folder: HfFolder, alone: HfFolder) -> Config:
@@ -183,9 +186,26 @@ def _describe_separate(folder: HfFolder, alone: HfFolder) -> Config:
         target["model_type"] = "llama"
     else:  # layers of the target's class, which its own tables turn
         description.pop("rope_theta", None)
-    if target.get("model_type") in OF_LLAMA_KIND:
-        target["model_type"] = "llama"
     return {**target, "num_hidden_layers": len(layers), **description}
+
+
+def _unify_config(folder: HfFolder) -> HfFolder:
+    """Return the folder with the fields that its writer's class does not read as a Llama's.
+
+    SafeAILab's and SpecForge's `midlayer` is one layer, whatever num_hidden_layers says: 40 in
+    SafeAILab's EAGLE-3 for Vicuna 13B.
+    """
+    config = folder.config
+    changed: dict[str, Any] = {}
+    classes = config.get("architectures")
+    is_of_class = isinstance(classes, list) and classes[:1] and classes[0] in OF_LLAMA_CLASS
+    if is_of_class or config.get("model_type") in OF_LLAMA_KIND:
+        changed["model_type"] = "llama"
+    if any(name.startswith(ONLY_LAYER) for name in folder.tensors):
+        changed["num_hidden_layers"] = 1
+    unified = copy.copy(folder)
+    unified.config = {**config, **changed}
+    return unified
 
 
 def _check_kind(folder: HfFolder) -> None:
@@ -289,6 +309,7 @@ class EagleConverter(NetConverter):
         """Return the drafter's parameters; raise SpecDecError where they do not suit the target."""
         folder, model = self.folder, self.model
         _check_kind(folder)
+        choice = self._choose_layout()
         net_description = "a Llama's decoder layers without biases"
         reader, net_reader = self.open_net(FIXED_NET, net_description)
         refuse_layer_types(net_reader, FULL)
@@ -300,7 +321,7 @@ class EagleConverter(NetConverter):
             )
         self.check_net(reader, net)
         eagle3 = None
-        if (choice := self._choose_layout()) is not None:
+        if choice is not None:
             layout, is_masked = choice
             eagle3 = _read_eagle3(reader, folder, layout, net, model, is_parallel=is_masked)
             reader.finish()
@@ -325,8 +346,13 @@ class EagleConverter(NetConverter):
         """Return the layout of an EAGLE-3 and whether it is a P-EAGLE; None of an EAGLE-1."""
         config, tensors = self.folder.config, self.folder.tensors
         if self.is_speculators:
-            is_masked = config["speculators_model_type"] == "peagle"
-            return PEAGLE if is_masked else SPECULATORS, is_masked
+            kind = config["speculators_model_type"]
+            if kind not in ("eagle3", "peagle"):
+                raise SpecDecError(
+                    f"{self.folder.path}: speculators_model_type is {shorten(kind)}",
+                    "of speculators' EAGLE drafters eagle3 and peagle are read",
+                )
+            return SPECULATORS, kind == "peagle"
         if not any(name.endswith("hidden_norm.weight") for name in tensors):
             return None
         is_masked = MASK_HIDDEN.removeprefix("drafter.") in tensors

@@ -324,6 +324,7 @@ def recognize_drafter(folder: Path, flag: str) -> str:
     look = look_at(folder)
     if look.error is not None:
         raise look.error
+    refuse_cache(look.names, folder, f"{flag} {folder}")
     refuse_foreign(look, f"{flag} {folder}")
     folder_kind, signs = look.kind, look.find_signs()
     if folder_kind == MODEL:  # a model's own head drafts for itself alone
@@ -454,6 +455,7 @@ def expect_folder(path: Path | str, expected_kind: str, flag: str | None = None)
     if not folder.is_dir():
         raise refuse_absent(folder, folder_label, MAKERS.get(expected_kind, ""))
     look = look_at(folder)
+    refuse_cache(look.names, folder, folder_label)
     if expected_kind in DRAFTERS:
         refuse_foreign(look, folder_label)
     if look.kind is None or _serves_as(folder, look, expected_kind):
@@ -471,6 +473,19 @@ def _serves_as(folder: Path, look: Look, expected_kind: str) -> bool:
     if expected_kind == TOKENIZER:
         return has_tokenizer(folder)
     return expected_kind in DRAFTERS and look.kind == MODEL and bool(look.find_signs())
+
+
+def refuse_cache(names: Collection[str], folder: Path, folder_label: str) -> None:
+    """Raise SpecDecError for a folder of the Hub's cache that has a model's snapshots in it.
+
+    names: of its files.
+    """
+    if {"blobs", "refs", "snapshots"} <= set(names):
+        snapshots = sorted(str(path) for path in folder.glob("snapshots/*"))
+        raise SpecDecError(
+            f"{folder_label} is a model's folder in the Hub's cache, with snapshots of its files",
+            f"give one of them: {join_names(snapshots)}",
+        )
 
 
 def refuse_absent(folder: Path, folder_label: str, advice: str = "") -> SpecDecError:

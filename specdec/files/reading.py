@@ -67,6 +67,12 @@ def open_file(path: Path) -> BinaryIO:
         # A pipe would keep us waiting for a writer; opened like this, it is seen for what it is.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise SpecDecError(
+                f"{path} does not exist: it is a link to {path.readlink()}, and no file is there",
+                "download or copy the file itself again: a link of the Hub's cache leads to it in"
+                " the cache alone",
+            ) from None
         raise SpecDecError(
             f"{path} does not exist", f"check that {path.parent} is the folder you mean"
         ) from None

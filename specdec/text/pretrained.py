@@ -432,10 +432,19 @@ def _explain_failure(
             f" {summarize(error)}",
             "give the model that it was quantized from, or install what transformers asks for",
         )
+    if folder_kind == TOKENIZER:
+        _check_json(folder)
     return SpecDecError(
         f"{flag} {name}: transformers cannot load its {content_noun}: {summarize(error)}",
         _hint(folder_kind),
     )
+
+
+def _check_json(folder: Path) -> None:
+    """Raise SpecDecError for a file of a tokenizer that is not JSON."""
+    for file in (folder / name for name in TOKENIZER_FILES if name.endswith(".json")):
+        if file.is_file():
+            read_json(file)
 
 
 def _find_quantization(folder: Path) -> object:

@@ -12,6 +12,7 @@ from tests.convert.hint_scenes import (
     FILE,
     Case,
     Change,
+    Scene,
     again,
     copy_in,
     document,
@@ -50,8 +51,33 @@ def plain_is(**values: object) -> dict[str, object]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **values}
 
 
+def put_into_cache(scene: Scene) -> None:
+    """Put the model's folder into one as the Hub's cache has them."""
+    model, snapshot = scene["model"], scene["cache/snapshots/abc"]
+    for name in ("blobs", "refs", "snapshots"):
+        scene[f"cache/{name}"].mkdir(parents=True)
+    model.rename(snapshot)
+    scene["cache"].rename(model)
+
+
+def link_to_nothing(scene: Scene) -> None:
+    """Put a link of the Hub's cache whose file is not there in the place of the weights."""
+    scene[f"model/{FILE}"].unlink()
+    scene[f"model/{FILE}"].symlink_to("../../blobs/abc")
+
+
+PREFIXED = {f"{Q}.weight": f"module.{Q}.weight"}
 MODELS = [
     # ---- Which model it is.
+    Case("give one of them: {}", "llama", put_into_cache,
+         flags(model_dir=Path("model/snapshots/abc"))),
+    Case("download or copy the file itself again: a link of the Hub's cache leads to it in the"
+         " cache alone", "llama", link_to_nothing, again),
+    Case("download {} too, which says which file has a tensor", "llama",
+         [split, remove(f"model/{FILE}.index.json")], again),
+    Case("save the model again without {} in its tensors' names: wrappers for training put it"
+         " there, which an unwrapped model's save_pretrained() does not", "llama",
+         tensors(PREFIXED), tensors({name: own for own, name in PREFIXED.items()})),
     Case("correct architectures in its config.json", "llama",
          keys(architectures="LlamaForCausalLM"), keys(architectures=["LlamaForCausalLM"])),
     Case("correct the wrong one in its config.json: transformers goes by model_type", "llama",
@@ -91,6 +117,12 @@ MODELS = [
          keys(rope_parameters={"full_attention": YARN, "sliding_attention": ROTARY})),
     Case("experts are supported with silu", "mixtral", keys(hidden_act="gelu"), None),
     Case("correct {}", "gpt2", keys(n_head=7), keys(n_head=8)),
+    Case("give {} beside the scaling", "phi3",
+         keys(rope_scaling={
+             "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+             "original_max_position_embeddings": 32}, rope_parameters="ABSENT",
+             original_max_position_embeddings="ABSENT"),
+         keys(original_max_position_embeddings=32)),
     Case("models of this family are supported whose layers are all {}", "qwen2_moe",
          keys(layer_types=["full_attention", "sliding_attention"]), None),
     Case("remove the wrong one", "llama",
@@ -367,8 +399,13 @@ DRAFTERS = [
     Case("{}, and correct {}", "eagle3",
          section("drafter", name="eagle_config", eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
          section("drafter", name="eagle_config", eagle_aux_hidden_state_layer_ids=[0, 1])),
-    Case("its config.json and tensors disagree: take both from the same drafter", "eagle3",
-         keys("drafter", draft_vocab_size=32), again),
+    Case("its config.json and tensors disagree: take both from the same drafter, or correct"
+         " draft_vocab_size, which is vocab_size where it is absent", "eagle3",
+         keys("drafter", draft_vocab_size=32), keys("drafter", draft_vocab_size=64)),
+    Case("store {} as int64", "eagle3", tensors({"d2t": lambda t: t.int()}, DRAFTER),
+         tensors({"d2t": lambda t: t.long()}, DRAFTER)),
+    Case("of speculators' EAGLE drafters eagle3 and peagle are read", "eagle3",
+         keys("drafter", speculators_model_type="eagle"), again),
     Case("set it to zeros", "peagle", tensors({"d2t": torch.arange(128) % 2}, DRAFTER),
          tensors({"d2t": torch.zeros(128, dtype=torch.int64)}, DRAFTER)),
     Case("{}; its offsets are added to the number",
@@ -386,6 +423,9 @@ DRAFTERS = [
          again),
     Case("use a drafter whose blocks see all of themselves in every layer", "dflash",
          keys("drafter", is_causal=True), again),
+    Case("{}; where this one's do, as SpecForge's, add {}", "dflash",
+         keys("drafter", use_sliding_window=True, sliding_window=8, max_window_layers=0),
+         keys("drafter", is_causal=False)),
     Case("DSpark drafters are read as DeepSpec, speculators and specdec-train write them", "dflash",
          section("drafter", name="dflash_config", projector_type="domino"), again),
     Case("add {} to dflash_config: {} if it was, else 1", "dflash",

@@ -121,6 +121,36 @@ def test_all_problems_come_in_one_message(copy: Copy, source: Source, convert: C
         assert text in error.message
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_with_a_prefix(prefix: str, copy: Copy, convert: Converter) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    error = convert.fail(model_dir=copy(MODEL, edit=edit))
+    assert f"tensors begin with {prefix}, as {prefix}model." in error.message
+    assert "problems" not in error.message
+    assert f"without {prefix} in" in error.hint
+
+
+def test_shards_without_an_index(copy: Copy, convert: Converter) -> None:
+    folder = copy(MODEL)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    hint = convert.fail(model_dir=folder).hint
+    assert hint.startswith("download model.safetensors.index.json too")
+
+
+def test_a_folder_of_the_hubs_cache(copy: Copy, convert: Converter, tmp_path: Path) -> None:
+    cache = tmp_path / "models--owner--name"
+    for name in ("blobs", "refs", "snapshots"):
+        (cache / name).mkdir(parents=True)
+    snapshot = copy(MODEL).rename(cache / "snapshots" / "abc")
+    error = convert.fail(model_dir=cache)
+    assert "is a model's folder in the Hub's cache, with snapshots" in error.message
+    assert error.hint == f"give one of them: {snapshot}"
+    convert(model_dir=snapshot)
+
+
 def test_no_config_and_no_weights(copy: Copy, convert: Converter) -> None:
     folder = copy(MODEL)
     (folder / "model.safetensors").rename(folder / "tf_model.h5")
@@ -239,7 +269,7 @@ def test_what_is_no_file(filename: str, kind: str, copy: Copy, convert: Converte
         os.mkfifo(path)
     else:
         path.symlink_to("nowhere" if kind == "broken link" else filename)
-    expected = {"broken link": "does not exist", "loop": "cannot be read: "}
+    expected = {"broken link": "does not exist: it is a link to no", "loop": "cannot be read: "}
     message = convert.fail(model_dir=folder).message
     assert f"{path} {expected.get(kind, 'is a folder, pipe or device, not a file')}" in message
 

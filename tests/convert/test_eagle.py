@@ -210,6 +210,32 @@ def test_every_layout_of_eagle3_gives_the_same(
 
 
 @pytest.mark.parametrize(
+    ("fields", "is_midlayer"),
+    [
+        ({"num_hidden_layers": 40}, True),  # SafeAILab's for Vicuna 13B
+        ({"model_type": "qwen2"}, True),  # SpecForge's for QwQ
+        ({"model_type": "phi3"}, False),  # SpecForge's for Phi-4
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "mistral"}, False),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, False),  # Qwen2.5-VL
+    ],
+)
+def test_fields_that_the_writers_class_does_not_read(
+    fields: dict[str, Any], is_midlayer: bool, target: Path, eagle3: Path, convert: Converter,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        config.update(fields)
+        if is_midlayer:
+            to_specforge(config, tensors)
+
+    drafter = copy_drafter(eagle3, tmp_path / "other", edit)
+    expected = convert(model_dir=target, eagle_model_dir=str(eagle3))
+    written = convert(model_dir=target, eagle_model_dir=drafter, output_dir=tmp_path / "ckpt")
+    assert read_config(written) == read_config(expected)
+    assert read_ranks(written) == read_ranks(expected)
+
+
+@pytest.mark.parametrize(
     ("key", "layers"),
     [("eagle_aux_hidden_state_layer_ids", [2, 3, 4]), ("aux_hidden_states_layer_ids", [1, 2, 3])],
 )
@@ -489,6 +515,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, put_speculators(model_type="qwen3"), "model_type is 'qwen3'"),
         (3, put_speculators(model_type="llama", layer_types=["sliding_attention"]), "layer_types"),
         (3, put_speculators(speculators_model_type="eagle"), "speculators_model_type is 'eagle'"),
+        (3, put(architectures=["LlamaForCausalLM"], model_type="phi3"), "model_type is 'phi3'"),
         (3, put_speculators(eagle_aux_hidden_state_layer_ids=[0, 2, 4]), "layers [-1, 1, 3]"),
         (1, put(rope_is_neox_style=False), "rope_is_neox_style is False: rotary embeddings of"),
         (3, put(rope_interleave=True), "rope_interleave is True: rotary embeddings of"),
@@ -498,6 +525,7 @@ def flip_flag(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         (3, shift_offset, "maps 70 drafted tokens to 69 from 0 to"),
         (3, leave_vocabulary, "to 169; the target has 131"),
         (3, flip_flag, "t2d and d2t disagree"),
+        (3, put_tensor("t2d", np.zeros(136, np.bool_)), "t2d has shape [136], and the target's"),
         (3, drop("d2t"), "lacks 1 tensor: d2t"),
         (3, drop("lm_head.weight"), "lacks 1 tensor: lm_head.weight"),
         (3, tie_head, "tie_word_embeddings is true and there is no lm_head.weight"),

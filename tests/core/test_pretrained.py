@@ -455,6 +455,14 @@ def test_a_tokenizer_in_the_words_of_transformers_5(tmp_path: Path, fields: dict
     assert transformers.__version__[0] != "4" or "transformers>=5" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizers_file_that_is_not_json(name: str, tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path)
+    (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    with pytest.raises(SpecDecError, match=f"{name} is not JSON: it begins with a byte order"):
+        load_tokenizer(folder)
+
+
 def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     """transformers 5 made one of three special tokens, to which every prompt is empty."""
     fields = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
