@@ -40,6 +40,7 @@ from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.pace import Pace
 from specdec.decode.drafters.paced import PacedDrafter
+from specdec.decode.drafters.prices import Prices
 from specdec.decode.drafters.promise import MAX_PRICE_RATIO, DrafterValue, Promise
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
@@ -746,3 +747,30 @@ def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:
     drawn = Candidates(sure.tree, [torch.ones(9) / 9] * 2, sure.confidence)
     assert max(run(sure, 0)) > 1.5
     assert run(sure, 8) == run(drawn, 0) == [1.0, 1.0, 1.0]
+
+
+def test_prices_are_the_tables_until_steps_and_drafts_drift_from_it() -> None:
+    costs = make_costs(num_drafters=2, step=lambda tokens: 1.0 + 0.5 * (tokens > 2))
+    drafters = [DrafterValue(1), DrafterValue(4)]
+    prices = Prices(costs, [1, 2, 3], drafters)
+    prices.take_step(1, 9.0)  # before the first plan nothing is known of it
+    prices.num_rows = 1
+    prices.plan(0, 0)
+    assert prices.step_seconds == costs.estimate_steps(1, np.arange(1, 5)).tolist()
+    assert prices.plain_seconds == prices.price_step(1) == pytest.approx(1.0)
+    assert prices.price_step(4) == pytest.approx(1.5)
+    drafters[1].share = 0.5  # is asked for every other request
+    both, first = prices.price_drafts(frozenset(), 1), prices.price_drafts(frozenset({1}), 1)
+    assert both - first == pytest.approx(0.5 * prices.price_draft(1, 1, 1))
+    calls = [(0, 1, 1), (1, 1, 2)]
+    expected = prices.price_calls(calls)
+    assert expected == pytest.approx(0.06 + 0.12)
+    prices.take_drafts(1.5 * expected, calls)
+    assert expected < prices.price_calls(calls) < 1.1 * expected, "one draft says little"
+    for _ in range(200):
+        prices.take_step(1, 1.2)
+    prices.plan(0, 0)
+    assert prices.plain_seconds == pytest.approx(1.2, rel=0.02)
+    prices.num_rows = 8  # steps of other numbers of requests drift by themselves
+    prices.plan(0, 0)
+    assert prices.plain_seconds == pytest.approx(costs.estimate_steps(8, np.array([1]), 0)[0])

@@ -20,6 +20,7 @@ from specdec.text.answer_parser import Parser
 from specdec.text.call_formats import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from specdec.text.call_messages import write_messages
 from specdec.text.call_probe import choose_formats
+from specdec.text.call_search import CALLS, split_calls
 from specdec.text.tool_calls import render_calls
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -384,3 +385,33 @@ def test_calls_in_sections_that_lack_their_opening() -> None:
         parser.feed(letter)
     parser.finish()
     assert (parser.content, parser.calls) == (other, [])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *(
+            [form % (call.name, json.dumps(call.arguments)) for call in CALLS]
+            for form in ('{"name": "%s", "parameters": %s}', "[%s]%s", "%s(%s)")
+        ),
+        [
+            f"<f={call.name}><a>{'</a><a>'.join(f'{k}:{v}' for k, v in call.arguments.items())}"
+            for call in CALLS
+        ],
+    ],
+    ids=["object", "name and object", "python", "tags"],
+)
+def test_calls_are_searched_in_the_forms_of_templates(first: str, second: str) -> None:
+    """What stands around the calls is told, and nothing where one of them is missing."""
+    found = split_calls(f"<begin>{first}<next>{second}<end>", CALLS)
+    assert found is not None
+    start = first.index(found.first[:9])  # brackets around a name belong to what is written before
+    assert found.before == f"<begin>{first[:start]}"
+    assert found.first == first[start : start + len(found.first)]
+    assert found.between is not None
+    assert "<next>" in found.between
+    assert found.after.endswith("<end>")
+    alone = split_calls(f"<begin>{first}<end>", CALLS[:1])
+    assert alone is not None
+    assert alone.between is None
+    assert split_calls(f"<begin>{first}<end>", CALLS) is None
