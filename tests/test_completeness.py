@@ -111,6 +111,8 @@ def test_no_folder_has_a_method_of_its_own(folder: str) -> None:
         "merging",
         "pace",
         "paced",
+        "prices",
+        "promise",
         "trees",
         "levels",
         "draft_model",

@@ -334,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("slurm", {"jobs": {"serve": {"server": "vllm serve"}}},
      "jobs.serve.server and a section serve", "keep one"),
     ("slurm", {"serve": {"port": 0}}, "serve.port is 0", "a number"),
-    ("slurm", {"jobs": {"before": ["prompts"]}}, "recipe prompts does not exist", "check the path"),
+    ("slurm", {"jobs": {"before": ["prompts"]}}, "recipe prompts does not exist", "check its path"),
     ("slurm", {"jobs": {"before": ["recipe one.yaml"]}}, "recipe one.yaml has jobs.before itself",
      "list all of them in jobs.before"),
     ("slurm", {"jobs": {"before": ["target recipe.yaml"] * 2}}, "specdec-convert of job prepare and"

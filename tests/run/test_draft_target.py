@@ -145,6 +145,9 @@ class Erratic(PacedDrafter):
         assert before - drafter.count_unread(requests) <= drafter.num_prefilled
         return found
 
+    def note_verified(self, drafts: Sequence[Candidates]) -> None:
+        """Nothing is learned of these drafts."""
+
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_texts_may_be_run_by_pieces(folder: Path, is_sampled: bool) -> None:

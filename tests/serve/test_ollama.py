@@ -62,13 +62,14 @@ def test_a_chat_is_a_chat_in_other_words(url: str) -> None:
 
 
 def test_streams_are_lines(url: str) -> None:
-    whole = post(url, "/api/chat", **BODY)
-    lines = read_lines(url, "/api/chat", **BODY | {"model": f"{MODEL}:latest"})
+    body = BODY | {"options": OPTIONS | {"num_predict": 60, "ignore_eos": True}}
+    whole = post(url, "/api/chat", **body)
+    lines = read_lines(url, "/api/chat", **body | {"model": f"{MODEL}:latest"})
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert len(lines) > 2
+    assert len(lines) > 2, "a busy machine may send some tokens together, not all"
     texts = [line["message"]["content"] for line in lines]
     assert ("".join(texts), texts[-1]) == (whole["message"]["content"], "")
-    assert lines[-1]["eval_count"] == whole["eval_count"] == 9
+    assert lines[-1]["eval_count"] == whole["eval_count"] == 60
 
 
 def test_prompts_with_the_template_and_without(url: str) -> None:
