@@ -159,7 +159,7 @@ class KVCache:
             blocks[:, :, row, :, start : start + len(positions)] = entries  # [layers, 2, N, len, H]
 
     def _move_singly(self, row: int, positions: IntArray, start: int) -> None:
-        """Move a row's entries to before themselves, one by one.
+        """Move entries of a row to earlier positions, one by one. positions: rising.
 
         Few are moved after a step. For them torch would wake its threads, which takes longer.
         """

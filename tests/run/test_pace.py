@@ -12,7 +12,7 @@ import pytest
 from specdec.decode.cost_table import CostTable, Grid, read_table, smooth
 from specdec.decode.drafters.account import Account
 from specdec.decode.drafters.base import Drafter
-from specdec.decode.drafters.pace import MIN_REST_STEPS, TRIAL_CHUNK_TOKENS, Pace
+from specdec.decode.drafters.pace import MIN_REST_STEPS, SURE_GAIN, TRIAL_CHUNK_TOKENS, Pace
 from specdec.decode.drafters.promise import PRIOR_DRAFTS, TRUSTED_DRAFTS, Promise
 from specdec.decode.prompt_chunks import (
     CHUNK_SHARE,
@@ -220,6 +220,22 @@ def test_reading_prompts_is_no_price_of_a_draft() -> None:
     assert pace.account.lost_seconds < 0.5
     assert pace.plan([100] * 4)
     assert pace.max_read is None
+
+
+def test_a_trial_that_has_much_to_read_is_planned_step_by_step() -> None:
+    """However much it promises: what trials may lose is asked before each."""
+    pace = Pace(4, make_costs(reading=1.0))
+    assert pace.plan([64])
+    for _ in range(20):
+        pace.chain.promise.take_promised(1, [0.3, 0.4, 0.45, 0.48], 4)
+    assert pace.plan([64])
+    pace.account.spent_seconds, pace.account.trial_allowance = 1000.0, 100.0
+    pace.start(1)
+    assert pace.plan([64], 0, [30])
+    assert pace.is_trial
+    assert pace.forecast.gain > SURE_GAIN
+    pace.account.trial_allowance = 0.0
+    assert not pace.plan([64], 0, [30])
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])

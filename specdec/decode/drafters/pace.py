@@ -248,7 +248,7 @@ class Pace:
             if was_on:
                 self.account.add(0.0, COLD_SHARE * plain_seconds, is_trial=self.is_trial)
             self._plan_steps = self._count_rest(expected_loss)
-        elif forecast.gain > SURE_GAIN:
+        elif not self.is_trial and forecast.gain > SURE_GAIN:
             self._plan_steps = round(MAX_PLAN_STEPS * forecast.drafter_set.promise.trust)
 
     def _find_limit(self) -> float:
