@@ -92,8 +92,9 @@ class BuildSettings:
     drafter_weights: str = SPECULATION(
         AUTO, choices=(AUTO, SAME, "int8", "int4"),
         help="Type of the drafter's matrices: int8 and int4 draft faster on a CPU, nearly as well,"
-        " and the text stays the target's own. auto: int8 beside a quantized target, on a CPU and"
-        " if the drafter has a head of its own; else the same as the model's. Torch backend only.",
+        " and the text stays the target's own. auto: int8, of an EAGLE-3 int4, beside a quantized"
+        " target, on a CPU and if the drafter has a head of its own; else the same as the model's."
+        " Torch backend only.",
     )  # fmt: skip
     draft_vocab_file: Path | None = SPECULATION(
         metavar="FILE",

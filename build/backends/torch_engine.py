@@ -27,10 +27,12 @@ from specdec.errors import SpecDecError
 from specdec.files.backends import TENSORRT, TORCH
 from specdec.files.reading import Array, write_json
 from specdec.files.tensor_file import TensorFile, TensorInfo, write_tensor_file
+from specdec.methods.eagle import EagleParams
 from specdec.model import int4
 from specdec.model.quantization import (
     FLOAT8,
     FP8,
+    INT4,
     INT8,
     INT8_SCALES,
     SCALES,
@@ -177,7 +179,8 @@ def choose_drafter_type(
 
     quantized: names of the checkpoint's matrices that are rounded already. packs: whether a CPU
     runs the engine by kernels, which alone gain by it. A head that is the target's is in memory
-    already, so `auto` makes no copy of it.
+    already, so `auto` makes no copy of it. EAGLE-3, which is read whole for each level, loses the
+    fewest tokens to int4.
     """
     if settings.drafter_weights != AUTO:
         return None if settings.drafter_weights == SAME else settings.drafter_weights
@@ -187,7 +190,8 @@ def choose_drafter_type(
     names = list_drafter_tensors(checkpoint.model, checkpoint.drafter).keys()
     if quantized & names or any(has_copied_head(source, names) for source in sources):
         return None
-    return INT8
+    drafter = checkpoint.drafter
+    return INT4 if isinstance(drafter, EagleParams) and drafter.eagle3 is not None else INT8
 
 
 def plan_drafter_files(

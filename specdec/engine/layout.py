@@ -454,8 +454,8 @@ def plan_drafter(
 ) -> dict[str, TensorInfo]:
     """Plan a drafter's tensors where its matrices are INT8 or INT4, or its heads shortened.
 
-    With INT4 heads are int8 all the same, whose errors go straight into the order of tokens, and so
-    is what does not divide into groups. Experts, shared ones too, stay as they are.
+    With INT4 matrices that do not divide into groups are int8. Experts, shared ones too, stay as
+    they are.
     """
     planned_infos = dict(tensors)
     if vocab_size is not None:
@@ -468,7 +468,7 @@ def plan_drafter(
         if not name.endswith(UNROUNDED) and ".shared_expert." not in name
     ]  # fmt: skip
     int4_names = [
-        name for name in names if weights == INT4 and _takes_int4(name, planned_infos[name].shape)
+        name for name in names if weights == INT4 and _takes_int4(planned_infos[name].shape)
     ]
     planned_infos = plan_int8(planned_infos, set(names) - set(int4_names))
     for name in int4_names:
@@ -488,9 +488,9 @@ def _plan_shortened_heads(
     return shortened | {name_offsets(tensors): TensorInfo("int64", (vocab_size,))}
 
 
-def _takes_int4(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a matrix is no head, and can be rounded to int4 in groups, half by half."""
-    return not name.endswith(HEAD) and shape[0] % 2 == 0 == shape[1] % (2 * DRAFTER_GROUP)
+def _takes_int4(shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix can be rounded to int4 in groups, half by half."""
+    return shape[0] % 2 == 0 == shape[1] % (2 * DRAFTER_GROUP)
 
 
 def name_offsets(drafter: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ from specdec.errors import SpecDecError
 from specdec.files.reading import read_json
 from specdec.files.tensor_file import TensorFile, TensorInfo
 from specdec.methods import METHODS
+from specdec.methods.eagle import Eagle3Params, EagleParams
 from specdec.methods.medusa import MedusaParams
 from specdec.model import int4
 from specdec.model.quantization import Quantization
@@ -46,12 +47,15 @@ MEDUSA_HEAD = "medusa_heads.1.lm_head.weight"
 
 
 def make_checkpoint(
-    drafter: MedusaParams | None = None, quantization: str | None = None, **changes: Any
+    drafter: EagleParams | MedusaParams | None = None,
+    quantization: str | None = None,
+    method: str = "medusa",
+    **changes: Any,
 ) -> CheckpointConfig:
     """A Llama of one layer [32] with an MLP of 64."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "head_size": 8, "intermediate_size": 64}
     return CheckpointConfig(
-        model=make_model(**sizes | changes), method=METHODS["medusa"] if drafter else None,
+        model=make_model(**sizes | changes), method=METHODS[method] if drafter else None,
         drafter=drafter, raw={},
         quantization=Quantization(quant_algo=quantization, exclude_modules=EXCLUDED),
     )  # fmt: skip
@@ -211,8 +215,35 @@ def test_a_drafter_is_rounded_where_the_target_is_and_a_cpu_runs_both(
     plan = plan_here(tmp_path, checkpoint, arrays, **{"optimize": "native"} | settings)
     assert plan.drafter_weights == expected
     stored = plan.files["weights.safetensors"]
-    types = {"int8": "int8", "int4": "int8", None: "float32"}  # a head has eight bits at least
-    assert stored[MEDUSA_HEAD].dtype == types[expected]
+    assert stored[MEDUSA_HEAD].dtype == ("float32" if expected is None else "int8")
+
+
+@pytest.mark.parametrize(("version", "expected"), [(1, "int8"), (3, "int4")])
+def test_eagle_3_is_int4_beside_a_quantized_target(
+    version: int, expected: str, tmp_path: Path
+) -> None:
+    """Heads too: two codes of a column of the matrix in a byte."""
+    third = Eagle3Params(aux_layers=(0,), draft_vocab_size=32, norm_before_residual=False)
+    net = make_model(hidden_size=64, num_hidden_layers=1, head_size=8, intermediate_size=64)
+    drafter = EagleParams(
+        net=net,
+        num_eagle_layers=1,
+        max_non_leaves_per_layer=2,
+        max_draft_len=4,
+        eagle3=third if version == 3 else None,
+    )
+    checkpoint = make_checkpoint(drafter, hidden_size=64, method="eagle")
+    arrays = make_arrays(checkpoint)
+    for name in [name for name in arrays if name.endswith(".d2t")]:
+        arrays[name] = np.zeros(32, np.int64)
+    plan = plan_here(tmp_path, checkpoint, arrays, optimize="native", quantization="int8")
+    assert plan.drafter_weights == expected
+    heads = [name for name in plan.files["weights.safetensors"] if name.endswith(".lm_head.weight")]
+    assert heads
+    for head in heads:
+        info = plan.files["weights.safetensors"][head]
+        assert info.dtype == "int8"
+        assert info.shape[0] == (16 if version == 3 else net.vocab_size)
 
 
 def test_no_copy_is_made_of_a_head_that_is_the_target_s(tmp_path: Path) -> None:

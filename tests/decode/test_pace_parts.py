@@ -35,7 +35,7 @@ from specdec.decode.drafters.drift import (
     PLAIN_STEPS,
     Drift,
 )
-from specdec.decode.drafters.forecast import DrafterSet, forecast_steps
+from specdec.decode.drafters.forecast import Credit, DrafterSet, forecast_steps
 from specdec.decode.drafters.joined import JoinedDrafter
 from specdec.decode.drafters.merging import join_candidates, merge_candidates
 from specdec.decode.drafters.pace import Pace
@@ -45,7 +45,7 @@ from specdec.decode.drafters.promise import MAX_PRICE_RATIO, DrafterValue, Promi
 from specdec.decode.requests import ActiveRequest
 from specdec.engine.step import States
 from specdec.engine.tree import Tree, make_root
-from specdec.files.acceptance import MAX_DEPTH, MAX_NODES
+from specdec.files.acceptance import MAX_DEPTH, MAX_NODES, Acceptance
 from tests.costs import make_costs, make_grid
 
 
@@ -230,15 +230,49 @@ def test_counts_of_deep_and_certain_tokens_and_of_many_nodes() -> None:
 
 def test_a_drafters_value() -> None:
     value = DrafterValue(2)
-    assert value.gain == pytest.approx(0.7 + 0.49)
+    first = 0.7 + 0.49  # of untried drafts half bring twice that, half bring nothing
+    assert value.expect_more(0.0) == pytest.approx(first)
+    assert value.expect_more(1.0) == pytest.approx((2 * first - 1) / 2)
+    assert value.expect_more(3.0) == 0
     value.record([2.0, 1.0])
-    assert value.gain == pytest.approx((3.0 + 3 * 1.19) / (2 + 3))
-    value.record([])  # it drafts for nobody: what it brought counts less
-    assert value.gain == pytest.approx((2.97 + 3 * 1.19) / (1.98 + 3))
+    assert value.expect_more(0.0) == pytest.approx((3.0 + 3 * first) / (2 + 3))
+    assert value.expect_more(1.5) == pytest.approx((0.5 + 3 * (first - 0.75)) / (2 + 3))
+    assert value.average(lambda gain: gain - 1.5) == pytest.approx(0.25)
+    assert DrafterValue(2).average(lambda gain: gain) == 0
     value.ask(0.0, None)
     assert (value.share, value.num_levels) == (0.875, 2.0)
     value.ask(0.875, 6)
     assert (value.share, value.num_levels) == (0.875, 3.0)
+
+
+def test_a_drafter_is_believed_as_at_first_again_if_it_is_not_tried_for_long() -> None:
+    value = DrafterValue(2)
+    first = value.expect_more(0.0)
+    value.record([0.0] * 1000)
+    low = value.expect_more(0.0)
+    assert low < 0.1 * first
+    for _ in range(9):
+        value.rest(1.0, 10.0)
+    value.ask(1.0, 1)  # a draft: its trial is paid anew
+    value.rest(1.0, 10.0)
+    assert value.expect_more(0.0) == low
+    for _ in range(9):
+        value.rest(1.0, 10.0)
+    assert low < value.expect_more(0.0) < 1.1 * low
+    for _ in range(1000):
+        value.rest(1.0, 10.0)
+    assert value.expect_more(0.0) == pytest.approx(first)
+
+
+def test_an_untried_drafter_promises_what_its_record_tells() -> None:
+    rows = ((60,) * 10,) * 12
+    record = Acceptance(
+        right=rows, seen=((100,) * 10,) * 12, gains=(0.5, 0.8), num_drafts=9, about={}
+    )
+    pace = Pace(4, make_costs(num_drafters=2), max_depths=(4, 4), record=record, recorded_drafter=1)
+    untried, recorded = (drafter.expect_more(0.0) for drafter in pace.drafters)
+    assert recorded == pytest.approx(0.8)
+    assert untried == pytest.approx(0.7 + 0.49 + 0.343 + 0.2401)
 
 
 def test_a_promise_of_trees_and_of_chains() -> None:
@@ -295,7 +329,7 @@ def test_what_many_drafts_brought_is_relied_on() -> None:
     promise = Promise(2, is_chain=False)
     promise.take_promised(4, [2.0, 3.0], 2)
     assert promise.trust == pytest.approx(0.5)
-    forecast = forecast_steps(DrafterSet(promise), 1, 1.0, [1.1, 1.2], [0.1, 0.1])
+    forecast = forecast_steps(DrafterSet(promise), Credit(), 1, 1.0, [1.1, 1.2], [0.1, 0.1])
     assert forecast.sure_gain == pytest.approx(0.5 * promise.gains[forecast.best_size - 1])
 
 
@@ -329,27 +363,28 @@ def test_an_account() -> None:
 def test_a_forecast_is_of_the_size_with_the_most_tokens_a_second() -> None:
     """Drafts that nothing is known of: 0.7 of the tokens are right."""
     drafter_set = DrafterSet(Promise(3, is_chain=False), frozenset({1}))
-    forecast = forecast_steps(drafter_set, 2, 1.0, [1.1, 1.2, 2.0], [0.5, 0.5, 0.5])
+    forecast = forecast_steps(drafter_set, Credit(), 2, 1.0, [1.1, 1.2, 2.0], [0.5, 0.5, 0.5])
     rates = [2 * 1.7 / 1.6, 2 * 2.19 / 1.7, 2 * 2.533 / 2.5]
     assert (forecast.best_size, forecast.drafter_set) == (2, drafter_set)
     assert forecast.rate == pytest.approx(rates[1])
     assert forecast.gain == pytest.approx(rates[1] / 2)
     assert forecast.gains == pytest.approx([0.7, 1.19, 1.533])
     # Plain steps emit more than dear drafts do; a draft that is verified whole has one size.
-    dear = forecast_steps(drafter_set, 2, 1.0, [1.3], [9.0])
+    dear = forecast_steps(drafter_set, Credit(), 2, 1.0, [1.3], [9.0])
     assert (dear.best_size, dear.rate) == (3, 2.0)
     assert dear.gain == pytest.approx(2.533 / 10.3)
 
 
 def test_drafts_are_expected_to_keep_what_they_kept_of_their_promises() -> None:
-    drafter_set = DrafterSet(Promise(2, is_chain=False))
-    first = drafter_set.gains
+    drafter_set, credit = DrafterSet(Promise(2, is_chain=False)), Credit()
+
+    def forecast() -> Sequence[float]:
+        return forecast_steps(drafter_set, credit, 1, 1.0, [1.0, 1.0], [0.0, 0.0]).gains
+
+    first = forecast()
     for _ in range(1000):
-        drafter_set.judge(2.0, 1.5)
-    assert drafter_set.gains == pytest.approx([0.75 * gain for gain in first], rel=0.01)
-    for _ in range(1000):  # not tried for long
-        drafter_set.forget()
-    assert drafter_set.gains == pytest.approx(first, rel=0.01)
+        credit.judge(2.0, 1.5)
+    assert forecast() == pytest.approx([0.75 * gain for gain in first], rel=0.01)
 
 
 def test_a_step_judges_the_promises_of_what_it_verified() -> None:
@@ -358,11 +393,11 @@ def test_a_step_judges_the_promises_of_what_it_verified() -> None:
     size = pace.choose([[0.9, 0.8, 0.5], [0.9]])
     assert size == 3
     pace.record(1 + size, [3, 1], [])
-    before = pace.chain.promised_tokens, pace.chain.accepted_tokens
+    before = pace.credit.promised_tokens, pace.credit.accepted_tokens
     assert before == pytest.approx((0.99 * 20 + 3.1, 0.99 * 20 + 2.0))
     pace.plan([64, 64])
     pace.record(1, [1, 1], [])  # where drafters propose nothing, nothing is judged
-    assert (pace.chain.promised_tokens, pace.chain.accepted_tokens) == before
+    assert (pace.credit.promised_tokens, pace.credit.accepted_tokens) == before
 
 
 # ---- Merging.

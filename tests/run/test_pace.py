@@ -326,32 +326,38 @@ def test_what_costs_next_to_nothing_is_read() -> None:
     assert make_grid(MANY).estimate(1, np.array([1])).tolist() == [MANY(1)]
 
 
-@pytest.mark.parametrize(("price", "rate", "is_alone"), [(0.3, 0.3, True), (0.1, 0.9, False)])
-def test_the_first_drafter_goes_on_where_the_whole_chain_does_not_pay(
-    price: float, rate: float, is_alone: bool
+@pytest.mark.parametrize(
+    ("price", "rate", "share"), [(0.3, 0.3, (0.005, 0.1)), (0.1, 0.9, (0.9, 1.0))]
+)
+def test_a_later_drafter_is_asked_where_it_adds_more_than_its_time(
+    price: float, rate: float, share: tuple[float, float]
 ) -> None:
-    """And is tried with the others again; where those pay, it is not left alone."""
+    """And is tried again, where it does not, as often as trials may cost."""
     cheap, dear = make_grid(lambda _: 0.02), make_grid(lambda _: price)
     costs = CostTable(
         steps=make_grid(lambda tokens: 1.0 + 0.02 * tokens), drafts=(cheap, dear), reading=0.0
     )
     pace = Pace(4, costs, max_depths=(4, 4))
     chances = {n: np.cumprod([share] * 4)[None].tolist() for n, share in ((0, 0.5), (1, rate))}
-    drafting, alone = 0, []
-    for at in range(600):
+    drafting, asked = 0, []
+    for at in range(1200):
         if not pace.plan([1000], unread_counts=(0, 0)):
             continue
         pace.note_promise(pace.first, chances[0])
-        drafter = 0 if 1 in pace.forecast.left_out else 1
+        (gain,) = pace.value(chances[0])
+        pace.drafters[0].record([gain])
+        is_asked = not pace.is_best(0, gain, 1) and pace.is_worth_asking(1, [gain])
+        asked.append(is_asked)
+        if is_asked:
+            pace.drafters[1].record(pace.value(chances[1]))
+        drafter = int(is_asked and rate > 0.5)  # the better draft's
         size = 1 + pace.choose(chances[drafter])
         right = [(at * 37 + n * 61) % 100 < (50, 100 * rate)[drafter] for n in range(size - 1)]
-        calls = [(0, 1, 1), (1, 1, 1)][: drafter + 1]
+        calls = [(0, 1, 1), (1, 1, 1)][: 1 + is_asked]
         pace.record(size, [1 + [*right, False].index(False)], calls)
         drafting += 1
-        alone.append(drafter == 0)
-    assert drafting > 400
-    assert (np.mean(alone) > 0.7) == is_alone
-    assert not all(alone), "the chain is tried"
+    assert drafting > 1000
+    assert share[0] <= np.mean(asked) <= share[1]
 
 
 def make_chain_pace() -> Pace:
@@ -366,7 +372,8 @@ def make_chain_pace() -> Pace:
             drafter_set.promise.take_promised(1, gains, 4)
         drafter_set.num_drafts = 50
     pace.drafters[1].share = 0.3
-    pace.drafters[1].record([1.0] * 50)
+    pace.drafters[0].record([0.0] * 3 + [1.0] * 7)
+    pace.drafters[1].record([3.0] * 50)
     return pace
 
 

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from specdec.decode.drafters.promise import Promise
-from specdec.files.acceptance import Acceptance
 
 KNOWN_DRAFTS = 8  # drafts of some drafters of a chain, before these may go on alone
 FIRST_TOKENS = 20.0  # promised tokens of which as many are believed to have been accepted at first
@@ -17,62 +16,43 @@ KEPT_TOKENS = 0.99  # weight of the tokens before the newest step's
 
 
 @dataclasses.dataclass
-class DrafterSet:
-    """Drafters of a chain that may draft for a step, and what their drafts promise.
+class Credit:
+    """How much of what drafts promise comes.
 
-    left_out: the other drafters. num_drafts: that the promise was learned from. promised_tokens,
-    accepted_tokens: of what was verified of their drafts, newer steps counting more.
+    Drafters, and their nodes, are chosen where they promise the most, and so where chance makes
+    them promise too much. promised_tokens, accepted_tokens: of what was verified, newer steps
+    counting more.
     """
 
-    promise: Promise
-    left_out: frozenset[int] = frozenset()
-    num_drafts: int = 0
     promised_tokens: float = FIRST_TOKENS
     accepted_tokens: float = FIRST_TOKENS
 
     @property
-    def is_known(self) -> bool:
-        """Return whether enough is known to let these drafters draft without the others."""
-        return self.num_drafts >= KNOWN_DRAFTS
-
-    @property
-    def gains(self) -> list[float]:
-        """Return the expected gains by size: as promised, less what promises did not keep.
-
-        Drafters, and their nodes, are chosen where they promise the most, and so where chance makes
-        them promise too much.
-        """
-        gains: list[float] = (
-            self.promise.gains * (self.accepted_tokens / self.promised_tokens)
-        ).tolist()
-        return gains
+    def share(self) -> float:
+        """Return the tokens that were accepted over those that were promised."""
+        return self.accepted_tokens / self.promised_tokens
 
     def judge(self, promised_tokens: float, accepted_tokens: float) -> None:
         """Take what the drafts of a step had promised of what was verified, and what came of it."""
         self.promised_tokens = KEPT_TOKENS * self.promised_tokens + promised_tokens
         self.accepted_tokens = KEPT_TOKENS * self.accepted_tokens + accepted_tokens
 
-    def forget(self) -> None:
-        """Believe a little more what was believed at first, as these drafters do not draft."""
-        self.promise.forget()
-        first_tokens = (1 - KEPT_TOKENS) * FIRST_TOKENS
-        self.judge(first_tokens, first_tokens)
 
+@dataclasses.dataclass
+class DrafterSet:
+    """Drafters of a chain that may draft for a step, and what their drafts promise.
 
-def make_sets(
-    num_drafters: int, max_tokens: int, *, is_chain: bool, record: Acceptance | None,
-    recorded_drafter: int,
-) -> tuple[DrafterSet, DrafterSet, DrafterSet]:  # fmt: skip
-    """Return all drafters of a chain, the first alone, and all but the first.
-
-    Arguments are as in `Promise` and `Pace`.
+    left_out: the other drafters. num_drafts: that the promise was learned from.
     """
-    others_record = record if recorded_drafter else None
-    return (
-        DrafterSet(Promise(max_tokens, is_chain=is_chain, record=record)),
-        DrafterSet(Promise(max_tokens, is_chain=False), frozenset(range(1, num_drafters))),
-        DrafterSet(Promise(max_tokens, is_chain=False, record=others_record), frozenset({0})),
-    )
+
+    promise: Promise
+    left_out: frozenset[int] = frozenset()
+    num_drafts: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether enough is known to let these drafters draft without the others."""
+        return self.num_drafts >= KNOWN_DRAFTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +82,16 @@ class Forecast:
 
 
 def forecast_steps(
-    drafter_set: DrafterSet, num_rows: int, plain_seconds: float,
+    drafter_set: DrafterSet, credit: Credit, num_rows: int, plain_seconds: float,
     expected_seconds: Sequence[float], draft_seconds: Sequence[float],
 ) -> Forecast:  # fmt: skip
     """Return the forecast of steps of so many rows.
 
-    plain_seconds: of a step without drafts. expected_seconds, draft_seconds: by size, from one on,
-    or of the largest size alone where drafts are verified whole.
+    credit: how much of such promises has come. plain_seconds: of a step without drafts.
+    expected_seconds, draft_seconds: by size, from one on, or of the largest size alone where drafts
+    are verified whole.
     """
-    gains = drafter_set.gains
+    gains = (drafter_set.promise.gains * credit.share).tolist()
     num_smaller = len(gains) - len(expected_seconds)
     gains = gains[num_smaller:]
     rates = [

@@ -22,14 +22,13 @@ import numpy as np
 from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.account import TRIAL_SHARE, Account
 from specdec.decode.drafters.calibration import Calibration, sum_chances
-from specdec.decode.drafters.forecast import DrafterSet, Forecast, forecast_steps, make_sets
+from specdec.decode.drafters.forecast import Credit, DrafterSet, Forecast, forecast_steps
 from specdec.decode.drafters.prices import DraftCall, Prices
-from specdec.decode.drafters.promise import PRIOR_DRAFTS, DrafterValue
+from specdec.decode.drafters.promise import PRIOR_DRAFTS, DrafterValue, Promise
 from specdec.files.acceptance import Acceptance
 
 LEAST_GAIN = 1.03  # of speed, below which drafts are not believed to pay: tables err
 SURE_GAIN = 1.1  # of speed, from which a plan that says drafts is kept for some steps
-LEAST_ADVANTAGE = 1.1  # of speed over the first drafter's alone, for which later ones may draft
 HORIZON_STEPS = 64  # steps to come that count at most: the text may end before
 COLD_SHARE = 0.15  # of a plain step, what the ones after a draft take longer: caches are cold
 MAX_PLAN_STEPS = 4  # steps by one plan that says drafts, if it is sure: planning takes time
@@ -49,8 +48,8 @@ class Pace:
     tokens a second are the price of a second: of the drafts that then come, as many nodes are kept
     as promise more tokens than the time that verifying them takes would emit.
 
-    Of a chain, the first drafter drafts alone, or all but the first, while that promises more than
-    all of them; all are tried again after a while.
+    Of a chain, each drafter is asked in turn, if it is expected to bring so much more than the
+    drafts in hand that its time is paid.
 
     An `Account` is kept: no draft may lose more than it allows, if no more of it is accepted than
     the drafts before have shown. A plan serves for some steps, since it takes time. `Prices` are
@@ -72,11 +71,15 @@ class Pace:
         self.max_tokens, self.is_whole, self.is_planned = max_tokens, is_whole, is_planned
         self.costs, self.account = costs, Account()
         self.calibration = Calibration(record, recorded_drafter)
-        self.drafters = [DrafterValue(depth) for depth in max_depths or (max_tokens,)]
-        self.chain, self.first, self.others = make_sets(
-            len(self.drafters), max_tokens, is_chain=is_planned, record=record,
-            recorded_drafter=recorded_drafter,
-        )  # fmt: skip
+        records = {recorded_drafter: record}
+        self.drafters = [
+            DrafterValue(depth, records.get(number))
+            for number, depth in enumerate(max_depths or (max_tokens,))
+        ]
+        self.chain = DrafterSet(Promise(max_tokens, is_chain=is_planned, record=record))
+        later_drafters = frozenset(range(1, len(self.drafters)))
+        self.first = DrafterSet(Promise(max_tokens, is_chain=False), later_drafters)
+        self.credit = Credit()
         self._num_recorded = 0.0 if record is None else PRIOR_DRAFTS
         self.forecast = Forecast(self.chain)  # that the last plan goes by
         self.max_levels = max_tokens  # of the step's draft
@@ -102,7 +105,7 @@ class Pace:
     def start(self, num_texts: int) -> None:
         """Expect of so many new texts what texts usually bring, not what the last ones brought."""
         self.learn()
-        for drafter_set in (self.chain, self.first, self.others):
+        for drafter_set in (self.chain, self.first):
             drafter_set.promise.start(min(1.0, num_texts / max(1, self.prices.num_rows)))
         self._plan_steps = 0
 
@@ -162,49 +165,33 @@ class Pace:
     def _choose_drafters(
         self, readers: frozenset[int], num_unread: int, seconds_ahead: float
     ) -> Forecast:
-        """Return the forecast of those drafters that promise the most.
+        """Return the forecast of all drafters; without readers where reading is not repaid.
 
         readers: those that have much to read before they draft. num_unread: tokens to read.
         """
-        if len(self.drafters) == 1:
-            return self._forecast(self.chain)
-        sets = [self.chain, *(each for each in (self.first, self.others) if each.is_known)]
-        forecasts = [self._forecast(drafter_set) for drafter_set in sets]
-        if not self._repays_reading(readers, num_unread, seconds_ahead, forecasts):
-            if self.first in sets and readers == self.first.left_out:
-                return forecasts[1]
-            chain = dataclasses.replace(self.chain, left_out=readers)
-            others = [each for each in forecasts[1:] if each.left_out >= readers]
-            forecasts = [self._forecast(chain), *others]
-        best = max(forecasts, key=self._compare)
-        if best.drafter_set in (self.first, self.others):
-            self.chain.forget()
-        if best.drafter_set is self.others:
-            self.first.forget()
-        return best
-
-    def _compare(self, forecast: Forecast) -> float:
-        """Return a gain by which drafters are compared.
-
-        The best of several promises is too good by chance, and a later drafter's drafts are dear.
-        """
-        is_first = forecast.drafter_set is self.first
-        return forecast.gain * (LEAST_ADVANTAGE if is_first else 1.0)
-
-    def _repays_reading(
-        self, readers: frozenset[int], num_unread: int, seconds_ahead: float,
-        forecasts: Sequence[Forecast],
-    ) -> bool:  # fmt: skip
-        """Return whether all may draft: no others are there, or reading is worth its time.
-
-        forecasts: of all drafters, and of some of them as far as these are known.
-        """
+        chain = self._forecast(self.chain)
         if not 0 < len(readers) < len(self.drafters):
-            return True
-        gain = max(forecast.gain for forecast in forecasts)
-        gain_without = max([1.0, *(each.gain for each in forecasts if each.left_out >= readers)])
+            return chain
+        if readers == self.first.left_out and self.first.is_known:
+            self.forecast = without = self._forecast(self.first)
+            gain_without = max(1.0, without.gain)
+            gain = gain_without * self._expect_advantage()
+        else:
+            without = self._forecast(dataclasses.replace(self.chain, left_out=readers))
+            gain, gain_without = chain.gain, 1.0
         is_repaid = num_unread * self.costs.reading <= seconds_ahead * (1 / gain_without - 1 / gain)
-        return is_repaid and self._may_read(num_unread, seconds_ahead)
+        return chain if is_repaid and self._may_read(num_unread, seconds_ahead) else without
+
+    def _expect_advantage(self) -> float:
+        """Return the speed of all drafters over that of the first alone, by its newest drafts.
+
+        So both are judged by one text, which may be easier than those before.
+        """
+        num_rows, later_drafters = self.prices.num_rows, range(1, len(self.drafters))
+        tokens = self.drafters[0].average(
+            lambda gain: max(self.value_drafter(n, num_rows, gain) for n in later_drafters)
+        )
+        return 1 + tokens / (1 + self.forecast.gains[self.forecast.best_size - 1])
 
     def _forecast(self, drafter_set: DrafterSet) -> Forecast:
         """Return the forecast of the step's plan if these drafters draft."""
@@ -217,8 +204,8 @@ class Pace:
         else:
             draft_seconds = [prices.price_drafts(left_out)] * len(self._sizes)
         return forecast_steps(
-            drafter_set, prices.num_rows, prices.plain_seconds, step_seconds[1:].tolist(),
-            draft_seconds,
+            drafter_set, self.credit, prices.num_rows, prices.plain_seconds,
+            step_seconds[1:].tolist(), draft_seconds,
         )  # fmt: skip
 
     def _decide(self, num_unread: int, seconds_ahead: float) -> None:
@@ -344,17 +331,36 @@ class Pace:
         worths = (map(operator.sub, itertools.accumulate(row), prices) for row in chances)
         return [max([0.0, *row_worths]) for row_worths in worths]
 
-    def value_drafter(self, drafter: int, num_left: int) -> float:
-        """Return a drafter's value to each of so many requests in tokens, its time paid."""
-        value = self.drafters[drafter]
-        seconds = self.prices.price_draft(drafter, num_left, value.num_levels)
-        return value.gain - self.forecast.rate * seconds / num_left
+    def value_drafter(self, drafter: int, num_rows: int, gain: float = 0.0) -> float:
+        """Return the tokens that a drafter's draft adds to each of so many requests, its time paid.
 
-    def is_best(self, drafter: int, value: float, num_left: int) -> bool:
-        """Return whether a draft in hand is worth more than one by later drafters of the chain."""
+        gain: tokens that the draft in hand promises.
+        """
+        value = self.drafters[drafter]
+        seconds = self.prices.price_draft(drafter, num_rows, value.num_levels)
+        return value.expect_more(gain) - self.forecast.rate * seconds / num_rows
+
+    def _value_later(self, drafter: int, num_rows: int, gain: float = 0.0) -> float:
+        """Return the most that a later drafter's draft adds, as `value_drafter` has it."""
         later_drafters = {*range(drafter + 1, len(self.drafters))} - self.forecast.left_out
-        values = [self.value_drafter(number, num_left) for number in later_drafters]
-        return value > 0 and value >= max(values, default=0.0)
+        values = [self.value_drafter(number, num_rows, gain) for number in later_drafters]
+        return max(values, default=0.0)
+
+    def is_worth_asking(self, drafter: int, gains: Sequence[float]) -> bool:
+        """Return whether a drafter adds to what the drafts in hand promise, or later ones would.
+
+        gains: tokens that the drafts in hand promise, [B].
+        """
+        if drafter in self.forecast.left_out:
+            return False
+        num_rows = len(gains)
+        later_value = max(0.0, self._value_later(drafter, num_rows))
+        more = (self.value_drafter(drafter, num_rows, max(gain, later_value)) for gain in gains)
+        return sum(more) > 0
+
+    def is_best(self, drafter: int, gain: float, num_rows: int) -> bool:
+        """Return whether a draft in hand is worth more than one by later drafters of the chain."""
+        return gain > 0 and self._value_later(drafter, num_rows, gain) <= 0
 
     def note_promise(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
         """Take what drafts of some drafters promise, in whose place others' may come.
@@ -412,8 +418,11 @@ class Pace:
         for number, value in enumerate(self.drafters):
             if number not in self.forecast.left_out:
                 value.ask(*uses_by_drafter.get(number, (0.0, None)))
+                if number not in uses_by_drafter:
+                    price = self.prices.price_draft(number, rows, value.num_levels)
+                    value.rest(TRIAL_SHARE * plain_seconds, price)
         if size > 1 and self._promised_tokens:
-            self.forecast.drafter_set.judge(self._promised_tokens, sum(emitted_counts) - rows)
+            self.credit.judge(self._promised_tokens, sum(emitted_counts) - rows)
         if size > 1 and (self.is_whole or self.is_planned):
             self.forecast.drafter_set.promise.take_emitted(emitted_counts, size)
 

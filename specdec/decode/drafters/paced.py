@@ -139,7 +139,7 @@ class PacedDrafter(JoinedDrafter):
         for group in range(len(self.groups)):
             names = (None, self.names[group]) if self.names else ()
             asked_rows = [r for r in rows if not names or requests[r].request.draft_method in names]
-            if asked_rows and self._is_worth(group, len(asked_rows)):
+            if asked_rows and self._is_worth(group, asked_rows):
                 left_rows = self._draft(group, requests, asked_rows)
                 rows = sorted({*rows} - {*asked_rows} | {*left_rows})
         if self.names:
@@ -173,12 +173,11 @@ class PacedDrafter(JoinedDrafter):
                 member.min_gain = min_gain
                 member.max_levels = pace.max_levels if pace.is_planned else None
 
-    def _is_worth(self, group: int, num_left: int) -> bool:
-        """Return whether to ask a group at all."""
+    def _is_worth(self, group: int, rows: Sequence[int]) -> bool:
+        """Return whether to ask a group for some rows at all."""
         if self.is_fixed or len(self.groups) == 1:
             return True
-        pace = self.pace
-        return group not in pace.forecast.left_out and pace.value_drafter(group, num_left) > 0
+        return self.pace.is_worth_asking(group, [self._values.get(row, 0.0) for row in rows])
 
     def _draft(
         self, group: int, requests: Sequence[ActiveRequest], rows: Sequence[int]
@@ -275,8 +274,6 @@ class PacedDrafter(JoinedDrafter):
         """Keep the likeliest nodes of each tree, as many as are worth their time."""
         ranks = self._rank_drafts()
         chances = [row_chances for row_chances, _ in ranks]
-        rows = zip(chances, self._drafts, strict=True)
-        self.pace.note_promise(self.pace.others, [row for row, c in rows if c.source and any(row)])
         # A prompt that is not read yet may promise something still.
         if self.num_prefilled > FEW_UNREAD_TOKENS:
             chances = [row for row in chances if any(row)]

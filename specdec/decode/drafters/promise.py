@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,6 +18,7 @@ FIRST_DRAFTS = 3.0  # drafts that this weighs as much as
 USUAL_DRAFTS = 100.0  # drafts of earlier texts that count at most in what drafts usually bring
 PRIOR_DRAFTS = 10.0  # drafts that a drafter's record counts as
 TRUSTED_DRAFTS = 4.0  # drafts after which half of the tokens that they bring is relied on
+KEPT_GAINS = 32  # drafts of a drafter whose promises are kept
 SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
 LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
 PRICE_STEPS = 20  # drafts over which the seconds of one are a mean
@@ -77,13 +79,6 @@ class Promise:
         usual_rate = float(self._usual_gains[:1].sum())
         self._accepted_tokens = kept_share * self._accepted_tokens + new_weight * usual_rate
 
-    def forget(self) -> None:
-        """Believe a little more what was believed at first, as of drafts that are not tried."""
-        self._gain_sums = KEPT_LONG_WEIGHT * self._gain_sums
-        self._weight *= KEPT_LONG_WEIGHT
-        self._gain_sums += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS * self._first_gains
-        self._weight += (1 - KEPT_LONG_WEIGHT) * FIRST_DRAFTS
-
     def expect_seconds(self, seconds: Array) -> Array:
         """Return the expected seconds of steps in which at most so many nodes are verified.
 
@@ -130,36 +125,58 @@ class Promise:
 class DrafterValue:
     """Tokens that the drafts of one drafter of a chain promise a request, and how it is used.
 
-    What was not tried for long is believed to be as at first, so that it is tried again.
-    num_levels: of its drafts, a mean. share: of a step's requests, those that it is asked for.
-    price_ratio: seconds that its drafts take over those of the table.
+    Of an untried drafter half of the drafts are believed to bring nothing. What was not tried for
+    long is believed to be as at first, so that it is tried again. num_levels: of its drafts, a
+    mean. share: of a step's requests, those that it is asked for. price_ratio: seconds that its
+    drafts take over those of the table.
     """
 
-    def __init__(self, max_depth: int) -> None:
+    def __init__(self, max_depth: int, record: Acceptance | None = None) -> None:
+        """Begin with what its record tells, or with what drafts usually promise."""
         self.max_depth, self.num_levels, self.share = max_depth, float(min(2, max_depth)), 1.0
         self.price_ratio = 1.0
-        self._belief = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
-        self._sum = self._weight = 0.0
+        self._first_gain = (1 - FIRST_RATE ** (max_depth + 1)) / (1 - FIRST_RATE) - 1
+        if record is not None:
+            self._first_gain = record.gains[-1]
+        self._newest_gains = collections.deque[float](maxlen=KEPT_GAINS)
+        self._rest_seconds = 0.0  # that a trial may take
 
     def record(self, gains: Sequence[float]) -> None:
-        """Take what the drafts of a step promise, in tokens; none where it drafts for nobody."""
-        self._sum, self._weight = KEPT_LONG_WEIGHT * self._sum, KEPT_LONG_WEIGHT * self._weight
-        self._sum += sum(gains)
-        self._weight += len(gains)
+        """Take what the drafts of a step promise, in tokens."""
+        self._newest_gains.extend(gains)
+
+    def expect_more(self, gain: float) -> float:
+        """Return the tokens that a draft is expected to bring beyond those of one in hand."""
+        first_gain = max(0.0, 2 * self._first_gain - gain) / 2
+        newest_gains = sum(newest - gain for newest in self._newest_gains if newest > gain)
+        num_drafts = FIRST_DRAFTS + len(self._newest_gains)
+        return (FIRST_DRAFTS * first_gain + newest_gains) / num_drafts
+
+    def average(self, value: Callable[[float], float]) -> float:
+        """Return the mean of a function over what drafts promise, nothing where it is less."""
+        values = [max(0.0, value(gain)) for gain in self._newest_gains]
+        return sum(values) / len(values) if values else 0.0
 
     def ask(self, share: float, num_levels: int | None) -> None:
         """Take a step that asks it for a share of its requests; None levels where for none."""
         self.share += (share - self.share) / SHARE_STEPS
         if num_levels is not None:
+            self._rest_seconds = 0.0
             self.num_levels += (num_levels - self.num_levels) / LEVEL_STEPS
+
+    def rest(self, seconds: float, price: float) -> None:
+        """Take a step that does not ask it; forget a draft where trials may take its price.
+
+        seconds: of the step, that trials may take.
+        """
+        self._rest_seconds += seconds
+        if self._rest_seconds >= price:
+            self._rest_seconds = 0.0
+            if self._newest_gains:
+                self._newest_gains.popleft()
 
     def price(self, ratio: float) -> None:
         """Take the seconds of a draft over what was expected."""
         ratio = min(max(ratio, 1 / MAX_PRICE_CHANGE), MAX_PRICE_CHANGE)
         ratio = self.price_ratio * (1 + (ratio - 1) / PRICE_STEPS)
         self.price_ratio = min(max(ratio, 1 / MAX_PRICE_RATIO), MAX_PRICE_RATIO)
-
-    @property
-    def gain(self) -> float:
-        """Tokens that a draft is expected to bring a request."""
-        return (self._sum + FIRST_DRAFTS * self._belief) / (self._weight + FIRST_DRAFTS)
