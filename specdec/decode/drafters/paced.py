@@ -103,7 +103,8 @@ class PacedDrafter(JoinedDrafter):
         start_time, self._start_time = self._start_time, 0.0
         if self._clock is not None:
             size = _count_nodes(self._verified)
-            self.pace.prices.take_step(size, self._clock() - start_time)
+            draft_calls = self._draft_calls if self._drafts else ()
+            self.pace.prices.take_step(size, self._clock() - start_time, draft_calls)
 
     def propose(self, requests: Sequence[ActiveRequest]) -> list[Candidates]:
         """Draft for the requests that it is worth the time for; nothing but roots for the others.

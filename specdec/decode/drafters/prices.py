@@ -16,6 +16,7 @@ from specdec.decode.cost_table import CostTable
 from specdec.decode.drafters.drift import Drift
 from specdec.decode.drafters.promise import DrafterValue
 
+MAX_DELAY = 0.5  # of a step's price, that one step counts as late or early
 DraftCall = tuple[int, int, int]  # a drafter of the chain, its requests, and the draft's levels
 
 
@@ -82,7 +83,14 @@ class Prices:
         return total
 
     def price_draft(self, drafter: int, num_rows: float, num_levels: float) -> float:
-        """Return the seconds of a drafter's draft, by the table and by the drafts that came."""
+        """Return the seconds of a drafter's draft, and those by which it delays the step after it.
+
+        By the table and by the drafts that came.
+        """
+        delay = self._drafters[drafter].delay
+        return delay + self._price_draft_alone(drafter, num_rows, num_levels)
+
+    def _price_draft_alone(self, drafter: int, num_rows: float, num_levels: float) -> float:
         ratio = self._drafters[drafter].price_ratio
         return float(ratio * self._estimate_draft(num_rows, num_levels, drafter))
 
@@ -90,17 +98,28 @@ class Prices:
         """Return the seconds of the drafts that a step has asked for."""
         return sum(self.price_draft(d, n, levels) for d, n, levels in draft_calls)
 
-    def take_step(self, size: int, seconds: float) -> None:
-        """Take the seconds of the newest step without its drafts. size: of its largest tree."""
+    def take_step(self, size: int, seconds: float, draft_calls: Sequence[DraftCall] = ()) -> None:
+        """Take the seconds of the newest step without its drafts.
+
+        size: of its largest tree. draft_calls: that were made for it.
+        """
         table_seconds = self._table_seconds[self._find_place(size)]
-        if table_seconds:  # else nothing was planned yet
-            self.drift.record(size, table_seconds, seconds)
+        if not table_seconds:  # nothing was planned yet
+            return
+        price = self.price_step(size)
+        delay = min(max(seconds - price, -MAX_DELAY * price), MAX_DELAY * price)
+        asked = {drafter for drafter, _, _ in draft_calls}
+        for number, drafter in enumerate(self._drafters):
+            drafter.take_delay(delay, is_asked=number in asked)
+        self.drift.record(size, table_seconds, seconds)
 
     def take_drafts(self, seconds: float, draft_calls: Sequence[DraftCall]) -> None:
         """Take the seconds of a step's drafts, for which no prompt was read.
 
         They are longer than in the table where caches are cold between steps.
         """
-        expected_seconds = self.price_calls(draft_calls)
+        expected_seconds = sum(
+            self._price_draft_alone(d, n, levels) for d, n, levels in draft_calls
+        )
         for drafter, _, _ in draft_calls if expected_seconds else ():
             self._drafters[drafter].price(seconds / expected_seconds)

@@ -21,6 +21,7 @@ TRUSTED_DRAFTS = 4.0  # drafts after which half of the tokens that they bring is
 KEPT_GAINS = 32  # drafts of a drafter whose promises are kept
 SHARE_STEPS = 8  # over which a drafter's share of the requests is a mean
 LEVEL_STEPS = 4  # over which the levels of its drafts are a mean
+DELAY_STEPS = 40  # over which the delay of a step is a mean
 PRICE_STEPS = 20  # drafts over which the seconds of one are a mean
 MAX_PRICE_CHANGE = 2.0  # of these seconds, that one draft may show, either way
 MAX_PRICE_RATIO = 4.0  # of these seconds to the table's, either way
@@ -140,6 +141,7 @@ class DrafterValue:
             self._first_gain = record.gains[-1]
         self._newest_gains = collections.deque[float](maxlen=KEPT_GAINS)
         self._rest_seconds = 0.0  # that a trial may take
+        self._delays = {True: 0.0, False: 0.0}  # of steps, by whether it drafted for them
 
     def record(self, gains: Sequence[float]) -> None:
         """Take what the drafts of a step promise, in tokens."""
@@ -174,6 +176,18 @@ class DrafterValue:
             self._rest_seconds = 0.0
             if self._newest_gains:
                 self._newest_gains.popleft()
+
+    @property
+    def delay(self) -> float:
+        """Return the seconds by which steps are longer after its drafts: caches have other data."""
+        return max(0.0, self._delays[True] - self._delays[False])
+
+    def take_delay(self, seconds: float, *, is_asked: bool) -> None:
+        """Take the seconds by which a step was longer than its price.
+
+        is_asked: whether this drafter has drafted for it.
+        """
+        self._delays[is_asked] += (seconds - self._delays[is_asked]) / DELAY_STEPS
 
     def price(self, ratio: float) -> None:
         """Take the seconds of a draft over what was expected."""
