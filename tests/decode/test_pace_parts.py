@@ -769,6 +769,32 @@ def test_drafts_that_take_longer_than_the_table_says_are_dearer() -> None:
     assert value.price_ratio == MAX_PRICE_RATIO
 
 
+def test_a_drafter_s_price_has_the_delay_of_the_steps_after_its_drafts() -> None:
+    """Its weights take the target's out of a processor's caches."""
+    costs = make_costs(num_drafters=2, step=lambda tokens: 1.0)
+    drafters = [DrafterValue(1), DrafterValue(4)]
+    prices = Prices(costs, [1, 2, 3], drafters)
+    prices.num_rows = 1
+    prices.plan(0, 0)
+    first, later = (prices.price_draft(number, 1, 1) for number in (0, 1))
+    for step in range(400):
+        calls = [(0, 1, 1), (1, 1, 1)][: 1 + step % 2]
+        prices.take_step(2, 1.3 if step % 2 else 1.0, calls)
+        prices.plan(0, 0)
+    assert prices.price_draft(0, 1, 1) == pytest.approx(first, abs=0.01), "as it always drafts"
+    assert prices.price_draft(1, 1, 1) == pytest.approx(later + 0.3, abs=0.02)
+    assert prices.price_calls([(1, 1, 1)]) == prices.price_draft(1, 1, 1)
+    before = prices.price_draft(1, 1, 1)
+    prices.take_step(2, 100.0, [(1, 1, 1)])  # as where another program ran
+    assert before < prices.price_draft(1, 1, 1) < before + 0.02
+    for _ in range(400):
+        prices.take_drafts(later, [(1, 1, 1)])  # a draft takes no longer: the step after it does
+    assert drafters[1].price_ratio == pytest.approx(1.0)
+    value = DrafterValue(1)
+    value.take_delay(-1.0, is_asked=True)
+    assert value.delay == 0, "no draft makes a step shorter"
+
+
 def test_steps_with_prompts_and_drawn_drafts_are_not_timed() -> None:
     def run(draft: Candidates, num_prompt_tokens: int) -> list[float]:
         steps = Steps(lambda size: 2.0)
