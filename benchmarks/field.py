@@ -6,9 +6,9 @@
                                [--default]
 
 All methods decode each request in turn, so that what drifts favours none: greedily, then at
-temperature 1; with --default, the engine as a command without options has it, beside plain
-decoding. Without --model-dir the target is the chat model that examples/smollm2/get.py fetches.
-Every folder of --drafters with a config.json drafts for it, whatever its method, and every GGUF
+temperature 1; with --default, the engines as a command without options has them, all by turns
+beside plain decoding. Without --model-dir the target is the chat model that
+examples/smollm2/get.py fetches. Every folder of --drafters with a config.json drafts for it, whatever its method, and every GGUF
 file there is a draft model; prompt lookup, suffix decoding and lookahead need none. Where the
 target is a GGUF file, llama.cpp decodes the same requests from the same file (greedily, by the
 llama-server that benchmarks/peers.py compiles). Prints tables of tokens per verify step and of
@@ -48,7 +48,7 @@ from specdec.files.reading import write_json
 from specdec.generate.pipeline import hold_engines
 from specdec.generate.settings import GenerateSettings
 from specdec.measure.engine import Bench, open_bench
-from specdec.measure.prompts import read_prompt_set
+from specdec.measure.prompts import BenchPrompt, read_prompt_set
 from specdec.measure.repetition import is_looping
 from specdec.methods import METHODS, place_drafter
 from specdec.methods.lookahead import LookaheadConfig
@@ -192,26 +192,39 @@ def measure_target(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         draft_models = [] if args.default else args.drafters.glob("*.gguf")
         found = sorted([*folders, *draft_models])
         drafters |= {path.stem if path.is_file() else path.name: path for path in found}
-    for name, folder in drafters.items():
-        print(f"{name or 'methods without a drafter'}:", file=sys.stderr, flush=True)
-        with open_engine(args, folder) as bench, contextlib.ExitStack() as stack:
+    engines = list(drafters.items())
+    for held in [engines] if args.default else [[engine] for engine in engines]:
+        with contextlib.ExitStack() as stack:
+            benches = {name: stack.enter_context(open_engine(args, path)) for name, path in held}
             for temperature, rows in table.items():
-                settings = RunSettings(
-                    engine_dir=Path(), temperature=temperature, max_output_len=args.max_output_len
-                )
-                bench.take_prompts(prompts, settings)
-                ways = list_ways(bench, name, args)
-                if name is None and temperature == "0" and args.llama_server:
-                    servers = Servers(
-                        str(args.llama_server), [], str(args.model_dir), args.llama_draft or "",
-                        args.threads, 4096,
-                    )  # fmt: skip
-                    stack.callback(servers.end)
-                    ways |= list_llama_ways(servers, args.num_tokens)
-                told = describe(measure(ways, bench.groups))
+                names = ", ".join(name or "methods without a drafter" for name in benches)
+                print(f"temperature {temperature}: {names}", file=sys.stderr, flush=True)
+                told = describe(measure_engines(args, benches, prompts, temperature))
                 rows += told[1:] if rows else told  # plain decoding is told once
-                stack.close()
     return table
+
+
+def measure_engines(
+    args: argparse.Namespace, benches: Mapping[str | None, Bench], prompts: Sequence[BenchPrompt],
+    temperature: str,
+) -> dict[str, dict[str, list[dict[str, Any]]]]:  # fmt: skip
+    """Let the ways of some engines, by their drafters' names, decode each request in turn."""
+    settings = RunSettings(
+        engine_dir=Path(), temperature=temperature, max_output_len=args.max_output_len
+    )
+    ways: dict[str, Way] = {}
+    for name, bench in benches.items():
+        bench.take_prompts(prompts, settings)
+        ways |= {way: run for way, run in list_ways(bench, name, args).items() if way not in ways}
+    with contextlib.ExitStack() as stack:
+        if None in benches and temperature == "0" and args.llama_server:
+            servers = Servers(
+                str(args.llama_server), [], str(args.model_dir), args.llama_draft or "",
+                args.threads, 4096,
+            )  # fmt: skip
+            stack.callback(servers.end)
+            ways |= list_llama_ways(servers, args.num_tokens)
+        return measure(ways, next(iter(benches.values())).groups)
 
 
 def describe(found: Mapping[str, Mapping[str, Rows]]) -> list[dict[str, Any]]:
