@@ -8,12 +8,12 @@
 All methods decode each request in turn, so that what drifts favours none: greedily, then at
 temperature 1; with --default, the engines as a command without options has them, all by turns
 beside plain decoding. Without --model-dir the target is the chat model that
-examples/smollm2/get.py fetches. Every folder of --drafters with a config.json drafts for it, whatever its method, and every GGUF
-file there is a draft model; prompt lookup, suffix decoding and lookahead need none. Where the
-target is a GGUF file, llama.cpp decodes the same requests from the same file (greedily, by the
-llama-server that benchmarks/peers.py compiles). Prints tables of tokens per verify step and of
-speed over plain decoding, and writes them as JSON; fails where a greedy text differs from plain
-decoding's.
+examples/smollm2/get.py fetches. Every folder of --drafters with a config.json drafts for it,
+whatever its method, and every GGUF file there is a draft model; prompt lookup, suffix decoding and
+lookahead need none. Where the target is a GGUF file, llama.cpp decodes the same requests from the
+same file (greedily, by the llama-server that benchmarks/peers.py compiles). Prints tables of tokens
+per verify step and of speed over plain decoding, and writes them as JSON; fails where a greedy text
+differs from plain decoding's.
 """
 
 from __future__ import annotations
