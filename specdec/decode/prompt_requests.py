@@ -59,18 +59,26 @@ def find_end_ids(settings: DecodeSettings, tokenizer: Any) -> frozenset[int]:
         if path.is_file():
             document = read_json(path)
             _log_defaults(document, path)
-            config_ids = _read_ids(document)
+            config_ids = _read_ids(document, path)
             return end_ids if config_ids is None else config_ids
-        if (folder / "config.json").is_file():
-            end_ids |= _read_ids(read_json(folder / "config.json")) or frozenset()
+        path = folder / "config.json"
+        if path.is_file():
+            end_ids |= _read_ids(read_json(path), path) or frozenset()
     return end_ids
 
 
-def _read_ids(document: Mapping[str, Any]) -> frozenset[int] | None:
+def _read_ids(document: Mapping[str, Any], path: Path) -> frozenset[int] | None:
     """Return the end tokens that a configuration names; None where it names none."""
-    ids = document.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(ids) if all(type(i) is int for i in ids) else None
+    value = document.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise SpecDecError(
+            f"{path}: eos_token_id is {shorten(value)}, not a token's number or a list of them",
+            f"correct it, or give {END_FLAG}",
+        )
+    return frozenset(ids)
 
 
 def _log_defaults(document: Mapping[str, Any], path: Path) -> None:

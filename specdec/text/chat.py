@@ -425,11 +425,18 @@ class ChatFormat:
     def _render(
         self, messages: Sequence[Message], options: Mapping[str, Any], ask: bool = False
     ) -> str:
+        import jinja2
+
         prepared = [self._prepare(message) for message in messages]
         try:
             text, self._wants_text = render_calls(
                 lambda given: self._apply(given, options, ask), prepared, self._wants_text
             )
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatError(
+                f"the chat template has an error in line {error.lineno}: {summarize(error)}",
+                "correct it beside the tokenizer, in chat_template.jinja or tokenizer_config.json",
+            ) from None
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like
             raise ChatError(
                 f"the chat template refuses it: {summarize(error)}",

@@ -77,6 +77,17 @@ def test_the_ends_of_a_tokenizer_of_the_hub(folder: Path, monkeypatch: pytest.Mo
     assert asked == [("someone/model", True)]
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["2", [2, "3"], 2.0, True, {"id": 2}])
+def test_an_end_token_that_is_no_number_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    """A text that goes on beyond its end would be the other choice."""
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(SpecDecError, match=f"{name}: eos_token_id is .*, not a token's number"):
+        find_end_ids(DecodeSettings(tokenizer_dir=str(tmp_path)), None)
+    settings = DecodeSettings(tokenizer_dir=str(tmp_path), end_id=7)
+    assert find_end_ids(settings, None) == {7}
+
+
 def test_a_hub_model_without_the_file_of_its_ends_is_told_of(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -349,6 +349,13 @@ def test_what_a_template_refuses_is_named(write: Any, with_template: Any) -> Non
         read_rows(write({"messages": TURNS}), tokenizer, 100)
 
 
+def test_the_line_of_a_template_s_error_is_named(write: Any, with_template: Any) -> None:
+    tokenizer = with_template("{{ messages[0].content }}\n{% if %}")
+    with pytest.raises(SpecDecError, match="chat template has an error in line 2") as caught:
+        read_rows(write({"messages": TURNS}), tokenizer, 100)
+    assert "chat_template.jinja" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
