@@ -183,7 +183,7 @@ def test_the_drafter_is_chosen_that_promises_most_for_its_time() -> None:
         for _ in range(200):
             pace.plan([100])
             chances = np.cumprod([[rate] * 4], axis=1).tolist()
-            pace.note_promise(pace.first, chances)
+            pace.note_first(chances)
             if pace.forecast.left_out:  # the lookup drafts alone
                 pace.choose(chances)
             (value,) = pace.value(chances)

@@ -340,7 +340,7 @@ def ask_later(pace: Pace, rates: tuple[float, float], num_steps: int) -> float:
     for step in range(num_steps):
         if not pace.plan([1000], unread_counts=(0, 0)):
             continue
-        pace.note_promise(pace.first, chances[0])
+        pace.note_first(chances[0])
         gains = [pace.value(row)[0] for row in chances]
         pace.drafters[0].record(gains[:1])
         is_asked = not pace.is_best(0, gains[0], 1) and pace.is_worth_asking(1, gains[:1])

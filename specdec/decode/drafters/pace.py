@@ -362,14 +362,14 @@ class Pace:
         """Return whether a draft in hand is worth more than one by later drafters of the chain."""
         return gain > 0 and self._value_later(drafter, num_rows, gain) <= 0
 
-    def note_promise(self, drafter_set: DrafterSet, chances: Sequence[Sequence[float]]) -> None:
-        """Take what drafts of some drafters promise, in whose place others' may come.
+    def note_first(self, chances: Sequence[Sequence[float]]) -> None:
+        """Take what drafts of the first drafter promise, in whose place others' may come.
 
         chances: of each row's paths, [B] of any length, best first.
         """
-        if chances and self.forecast.drafter_set is not drafter_set:  # else `choose` takes them
+        if self.forecast.drafter_set is not self.first:  # else `choose` takes them
             promised = sum_chances(chances, self.max_tokens)
-            self._promises.append((drafter_set, len(chances), *promised))
+            self._promises.append((self.first, len(chances), *promised))
 
     def choose(self, chances: Sequence[Sequence[float]]) -> int:
         """Return how many nodes of each row to verify besides the root.

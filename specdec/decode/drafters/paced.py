@@ -193,7 +193,7 @@ class PacedDrafter(JoinedDrafter):
         ranks = pace.calibration.rank(drafts)
         chances = [row_chances for row_chances, _ in ranks]
         if group == 0:
-            pace.note_promise(pace.first, chances)
+            pace.note_first(chances)
         values = pace.value(chances)
         pace.drafters[group].record(values)
         for row, candidates, rank, value in zip(rows, drafts, ranks, values, strict=True):

@@ -45,7 +45,6 @@ class Promise:
             self._weight = self._num_known = PRIOR_DRAFTS
             recorded_sizes = np.minimum(np.arange(max_tokens), len(record.gains) - 1)
             first_gains = np.array(record.gains)[recorded_sizes]
-        self._first_gains = first_gains
         self._gain_sums = self._weight * first_gains
         self._accepted_tokens, self._reached_tokens = FIRST_RATE * FIRST_DRAFTS, FIRST_DRAFTS
         self._usual_gains = self._gain_sums / self._weight  # what drafts bring where a text begins
@@ -155,7 +154,7 @@ class DrafterValue:
         return (FIRST_DRAFTS * first_gain + newest_gains) / num_drafts
 
     def average(self, value: Callable[[float], float]) -> float:
-        """Return the mean of a function over what drafts promise, nothing where it is less."""
+        """Return the mean of a function of what each draft promises; less than 0 counts as 0."""
         values = [max(0.0, value(gain)) for gain in self._newest_gains]
         return sum(values) / len(values) if values else 0.0
 
